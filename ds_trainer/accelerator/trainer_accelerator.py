@@ -239,6 +239,8 @@ class TrainerAccelerator(PreparedObjects):
     ) -> torch.Tensor | None:
         """The gradient norm of the last optimizer step; DeepSpeed clips in the step itself, by ``max_grad_norm``.
 
+        If a ``training_step`` updates the weights itself, its next update is clipped.
+
         Args:
             parameters: ignored; the norm is that of the trained model.
             max_norm: equal to ``max_grad_norm``, or infinity to read the norm only.
@@ -257,6 +259,8 @@ class TrainerAccelerator(PreparedObjects):
                 f"2-norm: {self._compiled.describe('gradient_clipping')}. Set max_grad_norm={max_norm} instead."
             )
         engine = self.get_engine()
+        if engine is not None:
+            engine.updates.clips = True
         norm = None if engine is None else engine.grad_norm()
         return None if norm is None or norm != norm else torch.tensor(norm, device=self.device)
 

@@ -48,6 +48,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
@@ -132,6 +133,7 @@ class CallbackHandler:
     Attributes:
         callbacks: those that users see, add and remove.
         own: callbacks of the package, called before them; set before the first event.
+        around: makes the context in which callbacks of others are called.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class CallbackHandler:
     ) -> None:
         self.callbacks: list[Any] = []
         self.own: list[Any] = []
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.model = model
         self.processing_class = processing_class
         self.optimizer = optimizer
@@ -291,18 +294,20 @@ class CallbackHandler:
         if listeners is None:
             listeners = self._listeners[event] = self.listeners(event)
         for listener in listeners:
-            result = listener(
-                args,
-                state,
-                control,
-                model=self.model,
-                processing_class=self.processing_class,
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                train_dataloader=self.train_dataloader,
-                eval_dataloader=self.eval_dataloader,
-                **kwargs,
-            )
+            own = getattr(listener, "__module__", "").startswith("ds_trainer.")
+            with nullcontext() if own else self.around():
+                result = listener(
+                    args,
+                    state,
+                    control,
+                    model=self.model,
+                    processing_class=self.processing_class,
+                    optimizer=self.optimizer,
+                    lr_scheduler=self.lr_scheduler,
+                    train_dataloader=self.train_dataloader,
+                    eval_dataloader=self.eval_dataloader,
+                    **kwargs,
+                )
             if result is not None:
                 control = result
         return control

@@ -21,7 +21,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from ds_trainer.engine.own_updates import OwnUpdates
+from ds_trainer.engine.weights import is_released
+from ds_trainer.engine.zero3.shard_access import called_by_script
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,10 +37,15 @@ _STAGE_3 = (
 )
 
 
-_CHANGED = (
-    "training_step changes weights between two backward passes of a micro-batch, as adversarial training (FGM, SAM) "
-    "does. parameter.grad has no gradient there, or that of one rank only (ZeRO {stage}, {ranks} ranks), so the change "
-    "would not be that of one process. Train on one rank with zero_stage 0 or 1."
+_GRADIENT = (
+    "training_step uses parameter.grad ({name}), which is not the gradient of one process: it is empty, or that of one "
+    "rank before the reduction (ZeRO {stage}, {ranks} ranks, {dtype}). Set max_grad_norm to clip, scale the loss instead of the "
+    "gradient, or read it in on_pre_optimizer_step with deepspeed.utils.safe_get_full_grad. Adversarial training (FGM, "
+    "SAM), which changes weights by their gradient, needs one rank and zero_stage=0 in float32."
+)
+_SHARD = (
+    "training_step uses the data of {name}, but ZeRO 3 has only a part of this weight on each rank. Gather it with "
+    "deepspeed.zero.GatheredParameters, or set zero_stage=2."
 )
 
 
@@ -47,6 +56,7 @@ class BackwardPasses:
         engine: DeepSpeed's engine.
         stage: its ZeRO stage.
         ranks: ranks over which gradients are averaged.
+        updates: those that the script makes.
 
     Attributes:
         is_dummy: whether the micro-batch has no samples: passes that the script begins with ``loss.backward()`` then
@@ -55,7 +65,7 @@ class BackwardPasses:
         given: those losses, while they are recorded.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, stage: int, ranks: int) -> None:
+    def __init__(self, engine: DeepSpeedEngine, stage: int, ranks: int, updates: OwnUpdates) -> None:
         self._engine: Any = engine
         self._stage = stage
         self._zero = engine.optimizer if stage > 0 else None
@@ -63,8 +73,11 @@ class BackwardPasses:
         self._running = False
         self._task = -1  # autograd's number of the pass whose beginning was seen
         self._passes = 0
-        self._ranks = ranks
-        self._weights: list[torch.Tensor] | None = None
+        self._updates = updates
+        self._shown: type[nn.Parameter] | None = None
+        if ranks > 1 or stage > 0 or engine.fp16_enabled():
+            dtype = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+            self._shown = self._watched_class({"stage": stage, "ranks": ranks, "dtype": dtype})
         self.is_dummy = self.divides = False
         self.given: list[torch.Tensor] | None = None
         if not engine.is_deepcompile_enabled():
@@ -102,27 +115,47 @@ class BackwardPasses:
             self._running = False
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, no weight may change between two passes, where scripts cannot read whole gradients. For one step.
+    def of_script(self) -> Iterator[None]:
+        """Context of a ``training_step`` of a script.
 
         Raises:
-            ConfigError: one has changed, on this rank.
+            ConfigError: it uses gradients or weights that are not whole.
         """
-        self._weights = None if self._ranks == 1 and self._stage < 2 else self._norms()
+        shown = () if self._shown is None else [p for p in self._engine.module.parameters() if type(p) is nn.Parameter]
+        for parameter in shown:
+            parameter.__class__ = self._shown
+        self._updates.in_step = True
         try:
             yield
-        except (AttributeError, TypeError) as error:
-            if self._weights is not None and self._passes and "None" in str(error):
-                text = _CHANGED.format(stage=self._stage, ranks=self._ranks)
-                raise ConfigError(
-                    f"training_step failed after a backward pass ({error}). If it reads gradients: {text}"
-                ) from error
-            raise
         finally:
-            self._weights = None
+            self._updates.in_step = False
+            for parameter in shown:
+                parameter.__class__ = nn.Parameter
 
-    def _norms(self) -> list[torch.Tensor]:
-        return [p.detach().norm() for p in self._engine.module.parameters() if p.requires_grad and p.numel()]
+    def _watched_class(self, facts: dict[str, Any]) -> type[nn.Parameter]:
+        """A class for parameters of the model that refuses what ``training_step`` must not use."""
+        updates, gradient, values = self._updates, torch.Tensor.grad, torch.Tensor.data
+
+        def refused(parameter: Any, text: str) -> bool:
+            if torch._C._current_graph_task_id() != -1 or not called_by_script():
+                return False
+            named = self._engine.module.named_parameters()
+            name = next((name for name, one in named if one is parameter), "a weight")
+            raise ConfigError(text.format(name=name, **facts))
+
+        def read(parameter: Any) -> Any:
+            _ = updates.pending and refused(parameter, _GRADIENT)
+            return gradient.__get__(parameter)
+
+        def read_data(parameter: Any) -> Any:
+            _ = is_released(parameter) and refused(parameter, _SHARD)
+            return values.__get__(parameter)
+
+        class Watched(nn.Parameter):
+            grad = property(read, gradient.__set__, gradient.__delete__)  # type: ignore[assignment]
+            data = property(read_data, values.__set__)  # type: ignore[assignment]
+
+        return Watched
 
     def check_complete(self) -> None:
         """After the ``training_step`` of a script.
@@ -143,8 +176,7 @@ class BackwardPasses:
     def _begin(self) -> None:
         """Begin a pass that computes gradients of parameters."""
         self._passes += 1
-        if self._weights and self._passes > 1 and not all(map(torch.equal, self._weights, self._norms())):
-            raise ConfigError(_CHANGED.format(stage=self._stage, ranks=self._ranks))
+        self._updates.pending = True
         zero = self._zero
         if zero is not None and zero._backward_hook_state.epilogue_ran_this_backward:
             zero.clear_backward_seen_flag()  # DeepSpeed does it in the forward pass

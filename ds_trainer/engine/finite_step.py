@@ -72,8 +72,8 @@ def skipped_update(optimizer: Any) -> Iterator[None]:
     with ExitStack() as undo:
         inner = getattr(optimizer, "optimizer", None)
         if isinstance(inner, torch.optim.Optimizer):
-            undo.enter_context(_attributes(inner, {"step": _refuse}))
-        undo.enter_context(_attributes(optimizer, _overflow_path(optimizer)))
+            undo.enter_context(attributes(inner, {"step": _refuse}))
+        undo.enter_context(attributes(optimizer, _overflow_path(optimizer)))
         yield
 
 
@@ -82,7 +82,8 @@ def _refuse(*args: Any, **keywords: Any) -> None:
 
 
 @contextmanager
-def _attributes(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
+def attributes(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
+    """Inside, ``owner`` has these attributes."""
     missing = object()
     originals = {name: vars(owner).get(name, missing) for name in replacements}
     vars(owner).update(replacements)

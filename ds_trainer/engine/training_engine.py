@@ -9,7 +9,8 @@ by the number of ranks that DeepSpeed averages over, and by nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
-from ds_trainer.engine.finite_step import SkippedStepError, enable_overflow_checks, scales_loss, skipped_update
+from ds_trainer.engine.finite_step import SkippedStepError, attributes, enable_overflow_checks, scales_loss, skipped_update
 from ds_trainer.engine.gradient_norm import reduce_norm_once
 from ds_trainer.engine.gradient_partitions import own_gradient_partition
 from ds_trainer.engine.host_time import spare_host_time
@@ -29,6 +30,7 @@ from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.muon_compilation import compile_muon_when_called
 from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
+from ds_trainer.engine.own_updates import OwnUpdates
 from ds_trainer.engine.reduction_dtypes import (
     Float32Accumulation,
     accumulates_in_float32,
@@ -44,12 +46,14 @@ from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_i
 from ds_trainer.engine.tensor_parallel.slices import gradient_norm
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups, verify_engine_topology
 from ds_trainer.engine.unused_parameters import UnusedParameters
+from ds_trainer.engine.written_weights import WrittenWeights
 from ds_trainer.engine.zero3.closing import release_engine
 from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
 from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf_modules
 from ds_trainer.engine.zero3.lean_hooks import lean_hooks
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
+from ds_trainer.engine.zero3.shard_access import ShardAccess, watch_state_dicts
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -99,6 +103,7 @@ class TrainingEngine:
         module_guard: stops all ranks if they are about to run different modules under ZeRO-3; None at other stages.
         guarded: non-finite gradients never reach the weights (:mod:`ds_trainer.engine.finite_step`).
         passes: backward passes that a script runs itself; None if no code of a script runs in a step.
+        updates: updates that a script makes itself.
         is_last: whether the micro-batch is the last of its step.
         completes_late: no backward pass completes the reduction, because a script may run another one after it;
             :meth:`complete_gradients` does.
@@ -190,14 +195,29 @@ class TrainingEngine:
             self.deepspeed.clip_fp32_gradients = lambda: None  # complete_gradients does
         self.passes: BackwardPasses | None = None
         self.is_last, self.completes_late, self._complete = True, False, False
+        self.updates = OwnUpdates(self)
+        self._written: WrittenWeights | None = None
 
     # -- one optimizer step: begin_micro_batch, forward, backward, ..., complete_gradients, step -------------------
 
     def allow_own_passes(self, completes_late: bool) -> BackwardPasses:
         """Code of a script runs in each step, and may run backward passes; with ``completes_late`` also after ours."""
-        self.passes = BackwardPasses(self.deepspeed, self.stage, self._averaged_over)
+        self.passes = BackwardPasses(self.deepspeed, self.stage, self._averaged_over, self.updates)
         self.completes_late = completes_late
         return self.passes
+
+    def follow_script(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Code of a script runs beside the passes, and may write weights. Returns the context for its callbacks."""
+        self._written, model = WrittenWeights(self.deepspeed), self.deepspeed.module
+        if self.stage < 3:
+            return nullcontext
+        watch_state_dicts(model)
+        return partial(ShardAccess, model, self._written.write_shards)
+
+    def follow_written_weights(self) -> None:
+        """Lets the masters follow what a script has written into weights since the last update."""
+        if self._written is not None:
+            self._written.follow()
 
     def begin_micro_batch(self, last: bool, is_dummy: bool = False) -> None:
         """Announces a micro-batch; with ``last`` its backward pass completes the gradient reduction."""
@@ -237,13 +257,13 @@ class TrainingEngine:
         with self.during_backward, self.passes.running():
             self.deepspeed.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def complete_gradients(self) -> None:
+    def complete_gradients(self, clip: bool = True) -> None:
         """Completes the gradients of a step, before callbacks may read them and before :meth:`step`. Collective.
 
         They are reduced, unless the last backward pass has done so. In float32 at stage 0, where DeepSpeed computes no
-        norm, they are clipped too.
+        norm, they are clipped too, with ``clip``.
         """
-        if self._complete:
+        if self._complete or self.updates.done:
             return
         self._complete = True
         self.deepspeed.set_gradient_accumulation_boundary(True)
@@ -255,14 +275,15 @@ class TrainingEngine:
             self.deepspeed.allreduce_gradients()
         if self._computes_norm:
             self._grad_norm = gradient_norm(self._parameters, self.groups)
-            if self._clipping > 0:
+            if self._clipping > 0 and clip:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, self._grad_norm)
 
-    def step(self, skip_update: bool = False) -> bool:
+    def step(self, skip_update: bool = False, clip: bool = True) -> bool:
         """Updates the weights and clears the gradients, the same on all ranks.
 
         Args:
             skip_update: clear the gradients without an update.
+            clip: clip the gradients, if the configuration says so.
 
         Returns:
             Whether the weights were updated. False with ``skip_update``, or if the gradient was not finite (in fp16 it
@@ -273,17 +294,28 @@ class TrainingEngine:
                 ranks.
             SkippedStepError: this version of DeepSpeed applies a step that must be skipped.
         """
-        optimizer = self.deepspeed.optimizer
+        if (by_script := self.updates.applied()) is not None:
+            return by_script
+        optimizer: Any = self.deepspeed.optimizer
+        self.follow_written_weights()
         if self.before_step is not None:
             self.before_step()
             self.before_step = None
-        self.complete_gradients()
+        self.complete_gradients(clip)
         if self._agreement is not None and self._agreement.check(self.deepspeed.device):
             self._agreement = None
         if self._computes_norm:
             skip_update = skip_update or (self.guarded and not bool(self._grad_norm.isfinite()))
-        with self.unused_parameters.applied(), skipped_update(optimizer) if skip_update else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(self.unused_parameters.applied())
+            if skip_update:
+                stack.enter_context(skipped_update(optimizer))
+            if not clip and hasattr(optimizer, "clip_grad"):
+                stack.enter_context(attributes(optimizer, {"clip_grad": 0.0}))
             self.deepspeed.step()
+        self.updates.pending = False
+        if self._written is not None:
+            self._written.note()
         applied = self.deepspeed.was_step_applied()
         if applied and skip_update:
             raise SkippedStepError
@@ -338,6 +370,7 @@ class TrainingEngine:
     def close(self) -> None:
         """Frees memory and removes hooks. An unsharded module stays usable."""
         module = self.deepspeed.module
+        self.updates.close()
         if self.module_guard is not None:
             self.module_guard.close()
         if self._accumulation is not None:

@@ -19,6 +19,11 @@ from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
 from ds_trainer.engine.tensor_parallel.slices import is_sliced, sliced_layers, whole_shape
 
 
+def is_released(parameter: Any) -> bool:
+    """Whether ZeRO 3 holds a part of the parameter on this rank, and its own data is empty at this moment."""
+    return hasattr(parameter, "ds_status") and parameter.ds_status.name != "AVAILABLE"
+
+
 def full_numel(parameter: torch.Tensor) -> int:
     """Number of elements of the full tensor, even if this rank holds only a shard."""
     if is_sliced(parameter):

@@ -56,6 +56,9 @@ from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 
 
+_LIBRARIES = {"torch", "transformers", "peft", "deepspeed", "ds_trainer"}
+
+
 class Assembly:
     """Builds the components of a Trainer, and rebuilds them if arguments or model change.
 
@@ -205,6 +208,12 @@ class Assembly:
         """Whether code other than the loss of the model may read the logits of a training step."""
         user = self.trainer.compute_loss_func is not None or bool({"compute_loss", "training_step"} & self.overridden)
         return user or self.trainer.label_smoother is not None
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether code of a script may write weights while it trains: a callback, a method, a class of the model."""
+        classes = {type(module).__module__.partition(".")[0] for module in self.trainer.model.modules()}
+        return self.events.user_callbacks or bool(self.overridden) or not classes <= _LIBRARIES
 
     @property
     def overrides_prediction_step(self) -> bool:
@@ -379,6 +388,8 @@ class Assembly:
 
     def model_for_evaluation(self, half: str | None) -> nn.Module:
         """The module to call in an evaluation, with weights in the format ``half``. Collective."""
+        if (engine := self.engines.training_or_none) is not None:
+            engine.follow_written_weights()
         return self.engines.model_for_evaluation(
             self.trainer.model,
             self.args,

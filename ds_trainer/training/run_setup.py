@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,6 +247,7 @@ class RunSetup:
             trainer.floating_point_ops if of_user else None,
             assembly.packing.packed_format() if packs(args) else None,
         )
+        assembly.events.handler.around = engine.follow_script() if assembly.runs_user_code else nullcontext
         cut_for_ranks(run.loader, losses, counter, assembly.changed_methods(), args.auto_find_batch_size)
         health = assembly.telemetry.watch(assembly.output_dir, checkpointer.finish_before_exit)
         group = assembly.groups.seq_data_parallel if distributed.world_size() > 1 else None

@@ -158,6 +158,7 @@ class TrainLoop:
             output = self._output()
             self._checkpointer.keep_best()
             events.notify("on_train_end")
+            self._run.engine.follow_written_weights()
         return output
 
     def _run_epoch(self) -> None:

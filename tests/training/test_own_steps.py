@@ -153,11 +153,76 @@ class Adversarial(Step):
         return loss.detach()
 
 
+class Update(Step):
+    """Updates the weights itself, and the schedule."""
+
+    changes = {"lr_scheduler_type": "linear", "max_grad_norm": 0.1}  # the update is not clipped
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+        return loss.detach()
+
+
+class ClippedUpdate(Step):
+    changes = {"max_grad_norm": 0.1}
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        if self.accelerator.sync_gradients:
+            self.accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class TwoUpdates(Step):
+    """One for each of two losses in turn, as for a discriminator and a generator."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        first = model(**inputs)["loss"] / STEPS
+        self.accelerator.backward(first)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        second = model(**inputs)["logits"].pow(2).mean() / STEPS
+        self.accelerator.backward(second)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return first.detach()
+
+
+class UpdateBetween(Step):
+    """The loop makes the second update."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        first = model(**inputs)["loss"] / STEPS
+        self.accelerator.backward(first)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.accelerator.backward(model(**{**inputs, "x": inputs["x"] + 0.1})["loss"] / STEPS)
+        return first.detach()
+
+
+class ClearedFirst(Step):
+    """What the earlier micro-batches of the step have added is lost, as in transformers."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 SHAPES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         *(Divided, Undivided, LossBackward, TwoPasses, TwoLossBackwards, SuperTwice, SameGraph, Penalty, Saliency),
         *(Consistency, OwnModel, BackwardInLoss, Adversarial),
+        *(Update, ClippedUpdate, TwoUpdates, UpdateBetween, ClearedFirst),
     )
 }
 ONCE = {"SameGraph": "can be used only once", "Penalty": "create_graph=True"}
@@ -184,7 +249,7 @@ def trained(library: Any, shape: Any, output_dir: str, **changes: Any) -> tuple[
         train_sampling_strategy="sequential",
     )
     cls = type("Own", (shape, library.Trainer), {})
-    args = library.TrainingArguments(output_dir, **{**values, **changes})
+    args = library.TrainingArguments(output_dir, **{**values, **getattr(shape, "changes", {}), **changes})
     trainer = cls(Classifier(), args, train_dataset=rows(64))
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -222,6 +287,7 @@ def test_a_step_of_this_shape_gives_the_weights_of_transformers(shape: str, tmp_
             if stage == 3 and shape in ONCE:
                 assert ONCE[shape] in found
                 continue
+            assert not isinstance(found, str), (world, stage, found)
             weights, losses = found
             assert weight_distance(weights, wanted) < 1e-5, (world, stage)
             assert relative(losses, wanted_losses) < 1e-4, (world, stage)
@@ -236,4 +302,4 @@ def test_weights_are_perturbed_between_two_passes_on_one_rank(tmp_path: Any) -> 
 def test_weights_are_not_perturbed_by_the_gradient_of_one_rank(tmp_path: Any) -> None:
     """ZeRO 0 and 1 have that of a rank in ``parameter.grad``, 2 and 3 none."""
     for text in pool(2).run(ours, "Adversarial", str(tmp_path), (0, 1, 2, 3), 2)[0].values():
-        assert "Train on one rank with zero_stage 0 or 1" in text
+        assert "uses parameter.grad (first.weight), which is not the gradient of one process" in text

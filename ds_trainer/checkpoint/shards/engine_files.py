@@ -69,6 +69,7 @@ def engine_state_files(
         UnknownState: the state of this DeepSpeed optimizer is known to DeepSpeed only.
     """
     rank = distributed.rank()
+    engine.follow_written_weights()
 
     def locate(shard: StateShard) -> TensorLocation | None:
         return None if model is None else model.stored(shard, with_client_state)

@@ -250,12 +250,14 @@ def _zero_3(wrapper: Any, names: _Names) -> list[FlatPartition]:
         if devices.get(index, "cpu") != "cpu":  # Twin-Flow: some sub-groups are stepped on the device
             optimizer = getattr(wrapper, "backup_optimizer", optimizer)
         group = optimizer.param_groups[wrapper.sub_group_to_group_id[index]]
-        present = _sub_group(wrapper, index)
+        present = sub_group(wrapper, index)
         partitions.append(FlatPartition(master, offset, fragments, optimizer, group, replicated=False, present=present))
     return partitions
 
 
-def _sub_group(wrapper: Any, index: int) -> Callable[[bool], AbstractContextManager[None]]:
+def sub_group(wrapper: Any, index: int) -> Callable[[bool], AbstractContextManager[None]]:
+    """:attr:`FlatPartition.present` of a sub-group of ZeRO-3."""
+
     @contextmanager
     def present(changing: bool) -> Iterator[None]:
         swapped = wrapper._swappable_optimizer_subgroup(index)

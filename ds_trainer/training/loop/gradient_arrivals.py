@@ -43,9 +43,10 @@ class GradientArrivals:
         self._hooks: list[Any] = []
 
     def listen(self) -> None:
-        """See the gradients of the missing parameters, until :meth:`look`."""
+        """See the gradients of the missing parameters, until :meth:`look`. Those that a callback has frozen get none."""
         for hook in self._hooks:
             hook.remove()
+        self.missing = [number for number in self.missing if self._parameters[number].requires_grad]
         self._hooks = [self._parameters[number].register_hook(partial(self._see, number)) for number in self.missing]
 
     def _see(self, number: int, gradient: torch.Tensor) -> None:

@@ -51,16 +51,13 @@ class OwnStep:
 
     def __call__(self, model: Any, batch: Any, **keywords: Any) -> torch.Tensor:
         """The contribution of the micro-batch to the loss of the global batch. Collective in the first call."""
-        if self._is_known:
-            loss = self._method(model, batch, **keywords)
-        else:
-            self._is_known = True
-            with self._passes.watched():
-                loss = self._first(model, batch, keywords)
+        call, self._is_known = self._method if self._is_known else self._first, True
+        with self._passes.of_script():
+            loss = call(model, batch, **keywords)
         self._passes.check_complete()
         return self._accelerator.loss_contribution(torch.as_tensor(loss))
 
-    def _first(self, model: Any, batch: Any, keywords: dict[str, Any]) -> torch.Tensor:
+    def _first(self, model: Any, batch: Any, **keywords: Any) -> torch.Tensor:
         again, random = copy.copy(batch), random_state()
         given: list[torch.Tensor] = []
         self._passes.given = given

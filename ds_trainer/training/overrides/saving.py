@@ -65,6 +65,8 @@ class Saving(TrainerBase):
         join_ranks(self.args)
         if is_on_meta(self.model):  # its weights have not been loaded yet
             assembly.model_for_evaluation(None)
+        if (engine := assembly.engines.training_or_none) is not None:
+            engine.follow_written_weights()
         use_evaluation_weights(self.optimizer)
         if "_save" in assembly.overridden:
             _save_gathered(self, directory)

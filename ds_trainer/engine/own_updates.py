@@ -1,0 +1,131 @@
+"""``optimizer.step()`` and ``optimizer.zero_grad()`` that a script calls itself, inside of its ``training_step``.
+
+They do what they do in transformers: nothing before the last micro-batch of a step, as accelerate's optimizer, and
+there an update with the gradients so far, which are not clipped unless the script has called
+``accelerator.clip_grad_norm_``. The loop's own update then finds no gradient, and is none. So every ZeRO stage gives
+the weights of one process: the gradients are reduced first, wherever DeepSpeed keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ds_trainer.engine.zero3.shard_access import called_by_script
+from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
+_ELSEWHERE = (
+    "{call} was called by a script outside of training_step. The loop updates the weights once in each step: remove the "
+    "call, or override training_step and call it there."
+)
+_OTHER = (
+    "{name}.step() was called for parameters of the trained model, but it is not the optimizer of the Trainer: with "
+    "zero_stage={stage}, {dtype} and {ranks} ranks it does not see their whole gradients. Put its parameter groups into "
+    "one optimizer (override create_optimizer), or train on one rank with zero_stage=0 in float32."
+)
+
+
+class OwnUpdates:
+    """The updates of one engine that a script makes.
+
+    Args:
+        engine: makes them.
+
+    Attributes:
+        pending: a backward pass of the script has computed gradients since the last update.
+        in_step: a ``training_step`` of a script runs.
+        clips: the next update of the script is clipped.
+    """
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._engine = engine
+        self._updated: bool | None = None
+        self.pending = self.in_step = self.clips = False
+        optimizer: Any = engine.basic_optimizer
+        optimizer.step = self._instead(optimizer.step, self._step)
+        optimizer.zero_grad = self._instead(optimizer.zero_grad, self._clear)
+        self._hook = register_optimizer_step_pre_hook(self._any_step)
+
+    def close(self) -> None:
+        """Free what knows the engine."""
+        self._hook.remove()
+        for name in ("step", "zero_grad"):
+            vars(self._engine.basic_optimizer).pop(name, None)
+
+    def applied(self) -> bool | None:
+        """For the loop's own update: whether that of the script was applied; None if there are gradients left, or it
+        made none.
+        """
+        applied, self._updated = self._updated, None
+        return None if self.pending else applied
+
+    @property
+    def done(self) -> bool:
+        """Whether the script has made the update of this step, with all gradients."""
+        return self._updated is not None and not self.pending
+
+    def _instead(self, original: Callable[..., Any], called: Callable[[], Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def method(*args: Any, **keywords: Any) -> Any:
+            if not called_by_script():
+                return original(*args, **keywords)
+            if callable(args[0] if args else keywords.get("closure")):
+                raise ConfigError("optimizer.step(closure) is not supported: compute the gradients before the step.")
+            return called()
+
+        return method
+
+    def _step(self) -> None:
+        engine = self._engine
+        if not self.in_step:
+            raise ConfigError(_ELSEWHERE.format(call="optimizer.step()"))
+        if not (engine.is_last and self._has_gradients()):
+            return
+        counters = {name: getattr(engine.deepspeed, name) for name in _COUNTERS}
+        again, self._updated, self.pending = self._updated is not None, None, True
+        self._updated = engine.step(clip=self.clips)
+        if again:  # one step of the loop
+            vars(engine.deepspeed).update(counters)
+        self._begin_again()
+
+    def _clear(self) -> None:
+        if not self._engine.is_last or not self._has_gradients():
+            return
+        if not self.in_step:
+            raise ConfigError(_ELSEWHERE.format(call="optimizer.zero_grad()"))
+        updated, self.pending = self._updated, True
+        self._engine.drop_step()
+        self._updated = updated
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        assert self._engine.passes is not None
+        self.pending = self.clips = False
+        if self._engine.stage >= 2:  # as before a forward pass
+            self._engine.deepspeed.optimizer.clear_backward_seen_flag()
+        self._engine.begin_micro_batch(True, self._engine.passes.is_dummy)
+
+    def _has_gradients(self) -> bool:
+        """A loss that did not come from the engine shows in the gradients of the model alone."""
+        parameters = self._engine.deepspeed.module.parameters()
+        return self.pending or any(torch.Tensor.grad.__get__(p) is not None for p in parameters)
+
+    def _any_step(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
+        """Called before any optimizer of the process steps."""
+        engine = self._engine
+        if optimizer is engine.basic_optimizer or not (self.in_step and called_by_script()):
+            return
+        if engine.stage == 0 and engine.precision == "fp32" and engine.layout.world_size == 1:
+            return
+        own = {id(parameter) for parameter in engine.deepspeed.module.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            name, ranks = type(optimizer).__name__, engine.layout.world_size
+            raise ConfigError(_OTHER.format(name=name, stage=engine.stage, dtype=engine.precision, ranks=ranks))

@@ -1,0 +1,186 @@
+"""Weights that callbacks and overridden methods write, freeze and read: as in transformers' Trainer at one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from ds_trainer import ConfigError
+from tests.support.compare import relative, weight_distance
+from tests.support.pool import pool
+from tests.support.runs import whole_weights
+from tests.training.test_own_steps import Classifier, rows
+
+STEPS = 6
+
+
+class Events:
+    """A callback of either library; ``trainer`` is set before the training."""
+
+    trainer: Any = None
+
+
+class Pruned(Events):
+    """A mask that is written into the weight after each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        with torch.no_grad():
+            model.first.weight.mul_((torch.arange(24).view(6, 4) % 3 > 0).to(model.first.weight))
+
+
+class Clipped(Events):
+    """Weight clipping, through ``data``."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class Set(Events):
+    """A tensor that takes the place of the weight's, as ``prune.remove`` and averaging do."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5 + 0.25
+
+
+class Reinitialized(Events):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        if state.global_step == 3:
+            model.second.weight.data.copy_(torch.linspace(-1, 1, 12).view(2, 6))
+            nn.init.zeros_(model.second.bias)
+
+
+class Loaded(Events):
+    """The weights of an earlier step come back."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        if state.global_step == 2:
+            self.kept = {name: value.clone() for name, value in model.state_dict().items()}
+        if state.global_step == 4:
+            model.load_state_dict(self.kept)
+
+
+class Averaged(Events):
+    """An average of the weights, which are swapped with it around evaluations, and at the end."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        self.average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        self.average.update_parameters(model)
+        if state.global_step in (2, 4):
+            kept = [p.detach().clone() for p in model.parameters()]
+            self.write(model, self.average.module.parameters())
+            self.trainer.evaluate()
+            self.write(model, kept)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        self.write(model, self.average.module.parameters())
+
+    @staticmethod
+    def write(model: Any, values: Any) -> None:
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.data.copy_(value.data)
+
+
+class Frozen(Events):
+    """Frozen at the beginning, later trained, later frozen again."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        model.first.requires_grad_(False)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        if state.global_step in (2, 4):
+            model.first.requires_grad_(state.global_step == 2)
+
+
+class Rates(Events):
+    """Settings of the optimizer."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **ignored: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (state.global_step + 1)
+            group["weight_decay"] = 0.1
+
+
+class PrunedByTorch(Events):
+    """``torch.nn.utils.prune`` makes the weight a product in each forward pass, and later permanent."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        if state.global_step == 2:
+            prune.l1_unstructured(model.first, "weight", amount=0.4)
+        if state.global_step == 4:
+            prune.remove(model.first, "weight")
+
+
+CASES: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (Pruned, Clipped, Set, Reinitialized, Loaded, Averaged, Frozen, Rates, PrunedByTorch)
+}
+
+
+def trained(library: Any, events: Any, output_dir: str, **changes: Any) -> Any:
+    values: dict[str, Any] = dict(
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=0.3,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+    )
+    callback = type("Own", (events, library.TrainerCallback), {})()
+    args = library.TrainingArguments(output_dir, **{**values, **changes})
+    data = rows(64)
+    trainer = library.Trainer(Classifier(), args, train_dataset=data, eval_dataset=data[:8], callbacks=[callback])
+    callback.trainer = trainer
+    trainer.train()
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
+
+
+def theirs(case: str, output_dir: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    import transformers
+
+    trainer = trained(transformers, CASES[case], output_dir)
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, losses(trainer)
+
+
+def ours(case: str, output_dir: str, stages: tuple[int, ...], world: int, **changes: Any) -> dict[int, Any]:
+    import ds_trainer
+
+    found: dict[int, Any] = {}
+    for stage in stages:
+        sizes = {"zero_stage": stage, "per_device_train_batch_size": 4 // world}
+        try:
+            trainer = trained(ds_trainer, CASES[case], output_dir, **sizes, **changes)
+        except ConfigError as error:
+            found[stage] = str(error)
+            continue
+        found[stage] = whole_weights(trainer), losses(trainer)
+        trainer.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_callback_writes_stays(case: str, tmp_path: Any) -> None:
+    wanted, wanted_losses = pool(1).run(theirs, case, str(tmp_path / "theirs"))[0]
+    for world in (1, 2):
+        for stage, found in pool(world).run(ours, case, str(tmp_path / "ours"), (0, 1, 2, 3), world)[0].items():
+            assert not isinstance(found, str), (world, stage, found)
+            assert weight_distance(found[0], wanted) < 1e-5, (world, stage)
+            assert relative(found[1], wanted_losses) < 1e-4, (world, stage)
