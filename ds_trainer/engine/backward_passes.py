@@ -39,9 +39,9 @@ _STAGE_3 = (
 
 _GRADIENT = (
     "training_step uses parameter.grad ({name}), which is not the gradient of one process: it is empty, or that of one "
-    "rank before the reduction (ZeRO {stage}, {ranks} ranks, {dtype}). Set max_grad_norm to clip, scale the loss instead of the "
-    "gradient, or read it in on_pre_optimizer_step with deepspeed.utils.safe_get_full_grad. Adversarial training (FGM, "
-    "SAM), which changes weights by their gradient, needs one rank and zero_stage=0 in float32."
+    "rank before the reduction (ZeRO {stage}, {ranks} ranks, {dtype}). Set max_grad_norm to clip, scale the loss "
+    "instead of the gradient, or read it in on_pre_optimizer_step with deepspeed.utils.safe_get_full_grad. Adversarial "
+    "training (FGM, SAM), which changes weights by their gradient, needs one rank and zero_stage=0 in float32."
 )
 _SHARD = (
     "training_step uses the data of {name}, but ZeRO 3 has only a part of this weight on each rank. Gather it with "
@@ -123,7 +123,7 @@ class BackwardPasses:
         """
         shown = () if self._shown is None else [p for p in self._engine.module.parameters() if type(p) is nn.Parameter]
         for parameter in shown:
-            parameter.__class__ = self._shown
+            parameter.__class__ = self._shown  # type: ignore[assignment]
         self._updates.in_step = True
         try:
             yield
@@ -134,10 +134,12 @@ class BackwardPasses:
 
     def _watched_class(self, facts: dict[str, Any]) -> type[nn.Parameter]:
         """A class for parameters of the model that refuses what ``training_step`` must not use."""
-        updates, gradient, values = self._updates, torch.Tensor.grad, torch.Tensor.data
+        updates = self._updates
+        gradient: Any = torch.Tensor.grad
+        values: Any = torch.Tensor.data
 
         def refused(parameter: Any, text: str) -> bool:
-            if torch._C._current_graph_task_id() != -1 or not called_by_script():
+            if torch._C._current_graph_task_id() != -1 or not called_by_script(2):
                 return False
             named = self._engine.module.named_parameters()
             name = next((name for name, one in named if one is parameter), "a weight")
@@ -152,8 +154,8 @@ class BackwardPasses:
             return values.__get__(parameter)
 
         class Watched(nn.Parameter):
-            grad = property(read, gradient.__set__, gradient.__delete__)  # type: ignore[assignment]
-            data = property(read_data, values.__set__)  # type: ignore[assignment]
+            grad: Any = property(read, gradient.__set__, gradient.__delete__)
+            data: Any = property(read_data, values.__set__)
 
         return Watched
 

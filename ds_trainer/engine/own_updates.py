@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 _ELSEWHERE = (
-    "{call} was called by a script outside of training_step. The loop updates the weights once in each step: remove the "
-    "call, or override training_step and call it there."
+    "{call} was called by a script outside of training_step. The loop updates the weights once in each step: remove "
+    "the call, or override training_step and call it there."
+)
+_GROUPS = (
+    "A script has added a parameter group to the optimizer, but DeepSpeed partitioned the parameters when the training "
+    "began: let create_optimizer make all groups, and freeze parameters in on_train_begin."
 )
 _OTHER = (
     "{name}.step() was called for parameters of the trained model, but it is not the optimizer of the Trainer: with "
-    "zero_stage={stage}, {dtype} and {ranks} ranks it does not see their whole gradients. Put its parameter groups into "
-    "one optimizer (override create_optimizer), or train on one rank with zero_stage=0 in float32."
+    "zero_stage={stage}, {dtype} and {ranks} ranks it does not see their whole gradients. Put its parameter groups "
+    "into one optimizer (override create_optimizer), or train on one rank with zero_stage=0 in float32."
 )
 
 
@@ -52,12 +56,13 @@ class OwnUpdates:
         optimizer: Any = engine.basic_optimizer
         optimizer.step = self._instead(optimizer.step, self._step)
         optimizer.zero_grad = self._instead(optimizer.zero_grad, self._clear)
+        optimizer.add_param_group = self._instead(optimizer.add_param_group, self._add)
         self._hook = register_optimizer_step_pre_hook(self._any_step)
 
     def close(self) -> None:
         """Free what knows the engine."""
         self._hook.remove()
-        for name in ("step", "zero_grad"):
+        for name in ("step", "zero_grad", "add_param_group"):
             vars(self._engine.basic_optimizer).pop(name, None)
 
     def applied(self) -> bool | None:
@@ -75,13 +80,17 @@ class OwnUpdates:
     def _instead(self, original: Callable[..., Any], called: Callable[[], Any]) -> Callable[..., Any]:
         @wraps(original)
         def method(*args: Any, **keywords: Any) -> Any:
-            if not called_by_script():
+            if not called_by_script(1):
                 return original(*args, **keywords)
             if callable(args[0] if args else keywords.get("closure")):
                 raise ConfigError("optimizer.step(closure) is not supported: compute the gradients before the step.")
             return called()
 
         return method
+
+    @staticmethod
+    def _add() -> None:
+        raise ConfigError(_GROUPS)
 
     def _step(self) -> None:
         engine = self._engine
@@ -115,13 +124,12 @@ class OwnUpdates:
 
     def _has_gradients(self) -> bool:
         """A loss that did not come from the engine shows in the gradients of the model alone."""
-        parameters = self._engine.deepspeed.module.parameters()
-        return self.pending or any(torch.Tensor.grad.__get__(p) is not None for p in parameters)
+        return self.pending or any(p.grad is not None for p in self._engine.deepspeed.module.parameters())
 
     def _any_step(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
         """Called before any optimizer of the process steps."""
         engine = self._engine
-        if optimizer is engine.basic_optimizer or not (self.in_step and called_by_script()):
+        if optimizer is engine.basic_optimizer or not (self.in_step and called_by_script(1)):
             return
         if engine.stage == 0 and engine.precision == "fp32" and engine.layout.world_size == 1:
             return

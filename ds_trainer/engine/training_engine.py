@@ -21,7 +21,13 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
-from ds_trainer.engine.finite_step import SkippedStepError, attributes, enable_overflow_checks, scales_loss, skipped_update
+from ds_trainer.engine.finite_step import (
+    SkippedStepError,
+    attributes,
+    enable_overflow_checks,
+    scales_loss,
+    skipped_update,
+)
 from ds_trainer.engine.gradient_norm import reduce_norm_once
 from ds_trainer.engine.gradient_partitions import own_gradient_partition
 from ds_trainer.engine.host_time import spare_host_time

@@ -24,12 +24,8 @@ from ds_trainer.utils.errors import ConfigError
 
 _CHUNK = 2**24  # elements that are compared at once, to bound the memory
 _UNFROZEN = (
-    "{name} was unfrozen (requires_grad) after the optimizer was made, which does not have it: it would not be trained. "
-    "Let it require gradients when train() begins, and freeze it in on_train_begin."
-)
-_GROUPS = (
-    "A script has added a parameter group to the optimizer while it trains. DeepSpeed has partitioned the parameters when "
-    "the training began: let create_optimizer make all groups, and freeze parameters in on_train_begin."
+    "{name} was unfrozen (requires_grad) after the optimizer was made, which does not have it: it would not be "
+    "trained. Let it require gradients when train() begins, and freeze it in on_train_begin."
 )
 _SHAPE = "A script has given {name} the shape {found}; while it trains, it must keep {shape}."
 
@@ -54,9 +50,10 @@ class WrittenWeights:
         self._wrapper = engine.optimizer
         self._named = list(engine.module.named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
-        self._groups = len(engine.basic_optimizer.param_groups)
         self._views = list(self._flattened())
-        self._offloaded = engine.zero_offload_optimizer() is not None and engine.zero_offload_optimizer().device != "none"
+        self._offloaded = (
+            engine.zero_offload_optimizer() is not None and engine.zero_offload_optimizer().device != "none"
+        )
         self._sums: torch.Tensor | None = None
         self.note()
 
@@ -92,8 +89,6 @@ class WrittenWeights:
         self.note()
 
     def _check(self) -> None:
-        if len(self._engine.basic_optimizer.param_groups) != self._groups:
-            raise ConfigError(_GROUPS)
         for name, parameter in self._named:
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise ConfigError(_UNFROZEN.format(name=name))
@@ -160,7 +155,9 @@ class WrittenWeights:
             pairs = zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_partitioned_groups_flat, strict=True)
             for index, (master, weight) in enumerate(pairs):
                 if weight is not None and weight is not master:
-                    yield _Copy(master, weight, sub_group(wrapper, index)(True) if not master.numel() else nullcontext())
+                    yield _Copy(
+                        master, weight, sub_group(wrapper, index)(True) if not master.numel() else nullcontext()
+                    )
         elif kind in (DeepSpeedZeroOptimizer, BF16_Optimizer):
             of_zero = kind is DeepSpeedZeroOptimizer
             masters = wrapper.single_partition_of_fp32_groups if of_zero else wrapper.fp32_groups_flat_partition

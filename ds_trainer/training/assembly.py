@@ -55,7 +55,6 @@ from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.seeds import set_seed
 
-
 _LIBRARIES = {"torch", "transformers", "peft", "deepspeed", "ds_trainer"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ class Adversarial(Step):
 class Update(Step):
     """Updates the weights itself, and the schedule."""
 
-    changes = {"lr_scheduler_type": "linear", "max_grad_norm": 0.1}  # the update is not clipped
+    changes: ClassVar = {"lr_scheduler_type": "linear", "max_grad_norm": 0.1}  # the update is not clipped
 
     def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
         loss = self.compute_loss(model, inputs) / STEPS
@@ -168,7 +168,7 @@ class Update(Step):
 
 
 class ClippedUpdate(Step):
-    changes = {"max_grad_norm": 0.1}
+    changes: ClassVar = {"max_grad_norm": 0.1}
 
     def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
         loss = self.compute_loss(model, inputs) / STEPS
@@ -303,3 +303,84 @@ def test_weights_are_not_perturbed_by_the_gradient_of_one_rank(tmp_path: Any) ->
     """ZeRO 0 and 1 have that of a rank in ``parameter.grad``, 2 and 3 none."""
     for text in pool(2).run(ours, "Adversarial", str(tmp_path), (0, 1, 2, 3), 2)[0].values():
         assert "uses parameter.grad (first.weight), which is not the gradient of one process" in text
+
+
+# -- what has no meaning on several ranks ------------------------------------------------------------------------------
+
+
+class Scaled(Step):
+    """Gradients that are scaled by hand."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        return loss.detach()
+
+
+class Clipped(Step):
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        return loss.detach()
+
+
+class Cleared(Step):
+    """The gradient of the first micro-batch is lost."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        self.model.zero_grad()
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class SecondOptimizer(Step):
+    """It steps the second layer, the optimizer of the Trainer both."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        if not hasattr(self, "second"):
+            self.second = torch.optim.SGD(self.model.second.parameters(), 0.1)
+        loss = self.compute_loss(model, inputs) / STEPS
+        self.accelerator.backward(loss)
+        self.second.step()
+        return loss.detach()
+
+
+ALONE = {cls.__name__: cls for cls in (Scaled, Clipped, Cleared, SecondOptimizer)}
+SHAPES.update(ALONE)
+
+
+@pytest.mark.parametrize("shape", ALONE)
+def test_gradients_in_a_step_are_those_of_one_process_or_refused(shape: str, tmp_path: Any) -> None:
+    (wanted, losses) = pool(1).run(theirs, shape, str(tmp_path / "theirs"))[0]
+    found = pool(1).run(ours, shape, str(tmp_path / "ours"), (0, 2), 1)[0]
+    assert weight_distance(found[0][0], wanted) < 1e-5 and relative(found[0][1], losses) < 1e-4
+    texts = [found[2], *pool(2).run(ours, shape, str(tmp_path), (0, 1, 2, 3), 2)[0].values()]
+    part = "is not the optimizer of the Trainer" if shape == "SecondOptimizer" else "uses parameter.grad"
+    assert all(part in text for text in texts)
+
+
+def by_callback(output_dir: str, call: str) -> str:
+    import ds_trainer
+
+    class Calls(ds_trainer.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            getattr(keywords["optimizer"], call)()
+
+    args = ds_trainer.TrainingArguments(output_dir, max_steps=2, use_cpu=True, zero_stage=0, optim="sgd")
+    trainer = ds_trainer.Trainer(Classifier(), args, train_dataset=rows(16), callbacks=[Calls()])
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
+def test_a_callback_does_not_update(call: str, tmp_path: Any) -> None:
+    (text,) = pool(1).run(by_callback, str(tmp_path), call)
+    assert f"optimizer.{call}() was called by a script outside of training_step" in text

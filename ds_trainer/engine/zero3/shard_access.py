@@ -1,7 +1,7 @@
 """Refuses that a script uses a weight of which ZeRO 3 has released the data: it would be an empty tensor.
 
-Inside of callbacks every function of torch is looked at (an average of the weights, a mask, a copy of the model), in the
-rest of a training ``state_dict()``, which overridden ``save_model`` methods write to files.
+Inside of callbacks every function of torch is looked at (an average of the weights, a mask, a copy of the model), in
+the rest of a training ``state_dict()``, which overridden ``save_model`` methods write to files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,38 +18,45 @@ from ds_trainer.engine.weights import is_released
 from ds_trainer.utils.errors import ConfigError
 
 _LOOKS = frozenset(
-    "__hash__ __repr__ __len__ data_ptr device dim dtype element_size grad grad_fn is_complex is_contiguous is_cuda "
-    "is_floating_point is_leaf is_meta is_sparse layout names ndim numel register_hook requires_grad requires_grad_ "
-    "retains_grad shape size stride type untyped_storage _version".split()
+    (
+        *("__hash__", "__repr__", "__len__", "data_ptr", "device", "dim", "dtype", "element_size", "grad", "grad_fn"),
+        *("is_complex", "is_contiguous", "is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_sparse", "layout"),
+        *("names", "ndim", "numel", "register_hook", "requires_grad", "requires_grad_", "retains_grad", "shape"),
+        *("size", "stride", "type", "_version"),
+    )
 )
 """Functions and attributes of tensors that do not use values."""
 _USED = (
-    "{what} was called for {name}, but ZeRO 3 has only a part of each weight on a rank, so that this tensor is empty. Read "
-    "all weights with self.accelerator.get_state_dict(self.model) on all ranks, use some inside of "
+    "{what} was called for {name}, but ZeRO 3 has only a part of each weight on a rank, so that this tensor is empty. "
+    "Read all weights with self.accelerator.get_state_dict(self.model) on all ranks, use some inside of "
     "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), save them with an overridden _save(output_dir, "
     "state_dict), or set zero_stage=2."
 )
 
 
-def called_by_script() -> bool:
-    """Whether the function of torch that runs was not called by DeepSpeed or this package, but by a script."""
-    frame: Any = sys._getframe(1)
+def called_by_script(depth: int) -> bool:
+    """Whether a function was called by a script, perhaps through torch, and not by DeepSpeed or this package.
+
+    Args:
+        depth: 1 for the function that asks, 2 for the one that called it.
+    """
+    frame: Any = sys._getframe(depth + 1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "").partition(".")[0]
-        if name not in ("torch", "copy", "contextlib", "functools") and frame.f_code not in _OF_GUARD:
+        if name not in ("torch", "copy", "contextlib", "functools"):
             return name not in ("deepspeed", "ds_trainer")
         frame = frame.f_back
     return False
 
 
 def refuse_released(what: str, parameters: Iterable[Any], model: nn.Module) -> None:
-    """Refuse the call of ``what`` by a script for parameters of ``model``, if one is released.
+    """Refuse that a script has called the caller of this function, ``what``, for a released parameter of ``model``.
 
     Raises:
         ConfigError: names it.
     """
     for parameter in parameters:
-        if is_released(parameter) and called_by_script():
+        if is_released(parameter) and called_by_script(2):
             name = next((name for name, one in model.named_parameters() if one is parameter), "a weight")
             raise ConfigError(_USED.format(what=what, name=name))
 
@@ -91,6 +97,3 @@ def watch_state_dicts(model: nn.Module) -> None:
 def _before_state_dict(model: nn.Module, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:
         refuse_released("state_dict()", module._parameters.values(), model)
-
-
-_OF_GUARD = {function.__code__ for function in (called_by_script, refuse_released, ShardAccess.__torch_function__, _before_state_dict)}

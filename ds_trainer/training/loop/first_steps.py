@@ -329,7 +329,10 @@ class FirstSteps:
             name
             for number, (name, moved) in enumerate(zip(self._names, weights.moved(), strict=True))
             # A group may be frozen by its learning rate, and the last step may be the first with a gradient.
-            if peaks[name] and not moved and name not in missing and number not in self._missing_before
+            if peaks[name]
+            and not moved
+            and name not in missing
+            and number not in self._missing_before
             and self._trainable[name].requires_grad
         ]
         # The rates of a warm-up, and those at the end of a short run, say little about the run.

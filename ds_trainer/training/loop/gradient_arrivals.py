@@ -43,7 +43,7 @@ class GradientArrivals:
         self._hooks: list[Any] = []
 
     def listen(self) -> None:
-        """See the gradients of the missing parameters, until :meth:`look`. Those that a callback has frozen get none."""
+        """See the gradients of the missing parameters, until :meth:`look`. Frozen ones get none."""
         for hook in self._hooks:
             hook.remove()
         self.missing = [number for number in self.missing if self._parameters[number].requires_grad]
