@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ds_trainer.data.sources.bad_lines import BadRecord
+from ds_trainer.data.sources.marks import ReadKeys
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.rows import Row
 from ds_trainer.recipes.recipe import Recipe
@@ -86,10 +87,11 @@ class LabeledRows:
         """
         if not isinstance(row.value, Mapping):
             raise BadRecord(f"expected a mapping with {self.text_key!r} and {self.label_key!r}")
-        fields = {"text": self._text(row.value, self.text_key), "label": self._label(row.value)}
+        values = ReadKeys(row.value)
+        fields = {"text": self._text(values, self.text_key), "label": self._label(values)}
         if self.pair_key is not None:
-            fields["pair"] = self._text(row.value, self.pair_key)
-        return Record(row.where, _KIND, fields)
+            fields["pair"] = self._text(values, self.pair_key)
+        return Record(row.where, _KIND, fields, values.unread())
 
     def _text(self, value: Mapping[str, Any], key: str) -> str:
         text = self._of(value, key)

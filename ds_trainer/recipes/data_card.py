@@ -67,6 +67,7 @@ def _row(source: SourceFigures) -> dict[str, Any]:
         "trained on": f"{share:.1%}",
         "without a sample": source.without_sample,
         **source.notices,
+        **({"keys not used": ", ".join(source.unread)} if source.unread else {}),
     }
 
 

@@ -14,14 +14,11 @@ from ds_trainer.data.sources.held_out import HeldOut
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.encoding import encoder_of
-from ds_trainer.recipes.fine_tuning_data import open_sources, split_of
+from ds_trainer.recipes.fine_tuning_data import STREAMED, open_sources, split_of
 from ds_trainer.recipes.language_model import language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-
-STREAMED = 2000
-"""Records of a source that are read if it is streamed."""
 
 
 def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:

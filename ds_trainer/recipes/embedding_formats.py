@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_trainer.data.sources.bad_lines import BadRecord
+from ds_trainer.data.sources.marks import ReadKeys
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.rows import Row
 
@@ -45,8 +46,9 @@ def read_row(row: Row) -> Record:
         listed = ", ".join(map(repr, list(row.value)[:12])) if isinstance(row.value, Mapping) else "no mapping"
         raise BadRecord(f"no known format for embeddings; found {listed}. Known: {known}")
     fields: dict[str, Any] = {}
+    values = ReadKeys(row.value)
     for key in found[1]:
-        value = row.value[key]
+        value = values[key]
         if key == "score":
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise BadRecord(f"'score' must be a number, got {value!r}")
@@ -54,4 +56,4 @@ def read_row(row: Row) -> Record:
         elif not isinstance(value, str) or not value.strip():
             raise BadRecord(f"{key!r} must be a text that is not empty, got {value!r}")
         fields[key] = value
-    return Record(row.where, KIND, fields)
+    return Record(row.where, KIND, fields, values.unread())

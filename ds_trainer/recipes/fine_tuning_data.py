@@ -6,13 +6,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.data.chat.problems import NOTICES
+from ds_trainer.data.chat.problems import NOTICES, unread_lines, unread_of
 from ds_trainer.data.prepared.dataset import PreparedDataset
 from ds_trainer.data.prepared.prepare import NothingPrepared, default_directory
 from ds_trainer.data.source_ids import with_source
@@ -29,6 +30,8 @@ from ds_trainer.training.loop.source_losses import records_sources
 from ds_trainer.utils.errors import ConfigError
 
 _COUNTED = ("records", "dropped", "samples", "untrained", BAD_LINE)
+STREAMED = 2000
+"""Records of a source that are read, before training or to be shown, if it is streamed."""
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
@@ -44,6 +47,7 @@ class SourceFigures:
         without_sample: records that gave none, because they are too long or cannot be encoded.
         bad_lines: that were left out.
         notices: what deserves to be known, counted (:data:`~ds_trainer.data.chat.problems.NOTICES`).
+        unread: keys of samples that no rule has read, with the number of samples.
     """
 
     name: str
@@ -57,6 +61,7 @@ class SourceFigures:
     without_sample: int = 0
     bad_lines: int = 0
     notices: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
 
 
 class EvaluationSamples(ConcatDataset[Any]):
@@ -151,8 +156,8 @@ def open_sources(spec: DataSpec) -> tuple[list[Source], list[Source]]:
             format = source.find_format()
             if format is not None and format.kind == "preference":
                 problems.append(
-                    f"{key}: {format.name} are for preference training (DPO), not for this job. Set kind to messages, "
-                    "or text_key, if the samples have those too."
+                    f"{key}: {format.name} are for preference training, not for this job: take task dpo. To train on "
+                    "the good answers alone, set kind to messages (or text_key) if the samples have those too."
                 )
     if problems:
         raise ConfigError(problems)
@@ -271,7 +276,8 @@ def _figures(source: Source, dataset: PreparedDataset) -> SourceFigures:
         trained_tokens=manifest.trained_tokens,
         without_sample=counts["dropped"] - counts[BAD_LINE],
         bad_lines=counts[BAD_LINE],
-        notices={name: count for name, count in counts.items() if name not in _COUNTED},
+        notices={name: count for name, count in counts.items() if name not in _COUNTED and ":" not in name},
+        unread=unread_of(counts),
     )
 
 
@@ -316,15 +322,25 @@ def _lines(data: FineTuningData, sources: Sequence[Source], is_split: bool) -> l
     rows = [*data.sources, *data.eval_sources]
     if isinstance(data.train, MixtureStream):
         streamed = len(data.sources)
-        lines = [f"{source.describe()}, streamed" for source in sources[:streamed]] + data.train.describe()
+        for source in sources[:streamed]:
+            lines += [f"{source.describe()}, streamed", *(f"  {line}" for line in _first_unread(source))]
+        lines += data.train.describe()
         sources, rows = sources[streamed:], rows[streamed:]
     for source, row in zip(sources, rows, strict=True):
         source.count = row.records
         lines.append(f"{source.describe()}; {row.tokens:,} tokens, {row.trained_tokens:,} of them trained on")
         lines += [f"  {count:,} samples: {NOTICES.get(name, name)}" for name, count in row.notices.items() if count]
+        lines += [f"  {line}" for line in unread_lines(row.unread)]
         lines += [f"  {row.bad_lines:,} bad lines were left out (data.bad_lines: skip)"] if row.bad_lines else []
     if isinstance(data.train, Mixture) and data.train.weighted:
         lines += data.train.describe()
     if is_split and data.eval is not None:
         lines.append(f"{len(data.eval):,} samples are held out for evaluation.")
     return lines
+
+
+def _first_unread(source: Source) -> list[str]:
+    """What is to be said of the keys of the first records of a stream, which nobody counts."""
+    records = list(islice(source.read(BadLines("skip")), STREAMED))
+    lines = unread_lines(Counter(name for record in records for name in record.unread))
+    return [f"{line}, of the first {len(records):,} records" for line in lines]

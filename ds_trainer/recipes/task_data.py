@@ -11,12 +11,14 @@ import os
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.data.chat.problems import unread_lines
 from ds_trainer.data.prepared.block_file import writing
 from ds_trainer.data.prepared.key import content_key, digest_of_code, file_states, known_digest_of_files
 from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
@@ -36,6 +38,7 @@ logger = get_logger(__name__)
 
 _BATCH = 1000  # rows that are in memory at once
 _FACTS = "facts.json"
+_MOST_NAMES = 50  # of keys that no rule has read
 _ABANDONED = 24 * 3600  # seconds
 
 
@@ -68,6 +71,7 @@ class TaskData:
         train: of training, a ``datasets.Dataset``.
         eval: of evaluation; None if there are none.
         bad_lines: that were left out.
+        unread: keys that no rule has read, with the number of samples.
         directory: where the files are.
         of_sources: samples of each source of ``train``, one after the other, as they are in the files.
     """
@@ -75,6 +79,7 @@ class TaskData:
     train: Any
     eval: Any
     bad_lines: int
+    unread: Mapping[str, int]
     directory: Path
     of_sources: tuple[int, ...] = ()
 
@@ -118,6 +123,8 @@ def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData
     found = made_once(final, lambda: _find(final), make)
     if found.bad_lines:
         logger.warning("data: %s bad lines are left out (data.bad_lines: skip).", f"{found.bad_lines:,}")
+    for line in unread_lines(found.unread):
+        logger.info("data: %s", line)
     return _weighted(found, spec, sources["train"], seed)
 
 
@@ -175,7 +182,8 @@ def _find(directory: Path) -> TaskData | None:
         return None
     load = _import_datasets().Dataset.from_file
     tables = {split: load(str(directory / f"{split}.arrow")) for split in ("train", "eval") if facts[split]}
-    return TaskData(tables["train"], tables.get("eval"), facts["bad_lines"], directory, tuple(facts["of_sources"]))
+    numbers = facts["bad_lines"], facts["unread"], directory, tuple(facts["of_sources"])
+    return TaskData(tables["train"], tables.get("eval"), *numbers)
 
 
 def _open(spec: DataSpec, reading: Reading) -> dict[str, list[Source]]:
@@ -209,6 +217,7 @@ class _Writer:
     def __init__(self, spec: DataSpec, reading: Reading, sources: Mapping[str, list[Source]]) -> None:
         self._spec, self._reading, self._sources = spec, reading, sources
         self._part: HeldOut | None = None
+        self._unread: Counter[str] = Counter()
 
     def write(self, final: Path) -> None:
         """Write the files beside ``final``, then rename.
@@ -249,7 +258,10 @@ class _Writer:
                     if counts[split]:
                         _write_table(partial / f"{split}.arrow", self._of_split(split, BadLines("skip")), schema)
                 sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-                facts = {**counts, "of_sources": of_sources, "bad_lines": bad.count, "bytes": sizes}
+                unread = dict(self._unread.most_common(_MOST_NAMES))
+                facts = {
+                    **counts, "of_sources": of_sources, "bad_lines": bad.count, "unread": unread, "bytes": sizes
+                }  # fmt: skip
                 write_json(partial / _FACTS, facts)
                 if final.exists() and _find(final) is None:
                     shutil.rmtree(final)
@@ -274,6 +286,7 @@ class _Writer:
             if split == "eval" or self._part is None or not self._part.takes(record):
                 if counts is not None:
                     counts[number] += 1
+                    self._unread.update(record.unread)
                 yield row
 
     def _rows(self, split: str, bad: BadLines) -> Iterator[tuple[int, Record, dict[str, Any]]]:

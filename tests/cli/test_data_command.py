@@ -200,3 +200,13 @@ def test_files_of_the_same_name_are_all_shown(folder, capsys):
     assert text.count("6 records, 6 samples") == 2
     code, _ = show(capsys, "--samples", "0", "--source", "x.jsonl (data.train, 2)")
     assert code == 0
+
+
+def test_keys_that_no_rule_reads_are_named_once(folder, capsys):
+    turns = [{"role": "user", "content": "a", "id": 1}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": turns, "article": "x", **({"label": True, "by": 1} if n else {})} for n in range(3)]
+    (folder / "faq.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = show(capsys, "--samples", "1")
+    assert code == 0
+    assert text.count("keys not used") == 1  # the other source has none
+    assert "keys not used: article, messages[].id (in 3 samples), by (in 2 samples)\n" in text

@@ -60,7 +60,10 @@ def save_model(directory: Path) -> Any:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_model(tmp_path / "model")
-    rows = [{"prompt": f"{number} plus one is ", "completion": f"{number + 1}."} for number in range(QUESTIONS)]
+    rows = [
+        {"prompt": f"{number} plus one is ", "completion": f"{number + 1}.", "id": number, "topic": "sums"}
+        for number in range(QUESTIONS)
+    ]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "notes").mkdir()
     for number in range(6):
@@ -79,6 +82,8 @@ def test_a_run_from_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [notes[key] for key in ("name", "kind", "files")] == ["notes", "text", 6]
     assert questions["records"] + notes["records"] + 5 == QUESTIONS + 6
     assert results["data"]["eval_samples"] == 5
+    assert questions["unread"] == {"id": questions["records"], "topic": questions["records"]}
+    assert questions["notices"].keys().isdisjoint(questions["unread"]) and notes["unread"] == {}
     assert notes["tokens"] == 48 * notes["samples"]  # truncated
     assert notes["notices"]["truncated"] == notes["samples"]
     assert notes["trained_tokens"] == 47 * notes["samples"]  # nothing predicts the first token
@@ -161,6 +166,7 @@ def test_conversations_train_on_answers_only(folder: Path) -> None:
     (figures,) = data.sources
     assert (figures.format, figures.kind, figures.samples) == ("conversations (ShareGPT)", "messages", 3)
     assert data.lines[0].startswith("data.train (chats.jsonl): 3 records of conversations (ShareGPT) in 1 file; ")
+    assert "  keys not used: id (in 3 samples)" in data.lines
     sample = data.train[0]
     trained = sample["input_ids"][sample["labels"] != -100]
     from transformers import AutoTokenizer
@@ -224,6 +230,8 @@ def test_a_streamed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert results["steps"] == 6 and results["evaluation"]["eval_samples"] == 4
     assert [row["share"] for row in results["data"]["sources"]] == [0.75, 0.25]
     assert "notes: 25.0% of the samples, streamed" in capsys.readouterr().out
+    data = prepared(*STREAMED)
+    assert f"  keys not used: id, topic (in {QUESTIONS} samples), of the first {QUESTIONS} records" in data.lines
     logs = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert {"loss/questions.jsonl", "loss/notes"} <= set().union(*logs)
     report = json.loads((folder / "out" / "report.json").read_text())

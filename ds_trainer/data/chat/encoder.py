@@ -12,9 +12,9 @@ import numpy as np
 from ds_trainer.data.chat.checks import doubled_beginning, mask_problem
 from ds_trainer.data.chat.messages import Conversation, read_conversation
 from ds_trainer.data.chat.options import EncodeOptions
-from ds_trainer.data.chat.problems import RenderError, SampleProblem
+from ds_trainer.data.chat.problems import RenderError, SampleProblem, unread_key
 from ds_trainer.data.chat.rendering import Renderer
-from ds_trainer.data.chat.selection import selected_messages, trained_spans
+from ds_trainer.data.chat.selection import selected_messages, trained_spans, without_parts
 from ds_trainer.data.chat.templates import load_template
 from ds_trainer.data.chat.tokens import IGNORED, CutToken, beginning_tokens, special_tokens, tokenize
 from ds_trainer.data.chat.turns import Span, Turns
@@ -84,11 +84,15 @@ class Encoder:
         Raises:
             SampleProblem: it cannot be encoded, or its labels would be wrong.
         """
-        source, kind, fields = record
+        encoded = self._encode(record.source, record.kind, record.fields)
+        encoded.notices.update(unread_key(name) for name in record.unread)
+        return encoded
+
+    def _encode(self, source: str, kind: str, fields: dict[str, Any]) -> Encoded:
         if fields.get("images"):
             raise SampleProblem(source, "images", "has images; they need a processor (task: vision_language).")
         if kind == "text":
-            return self._text(source, fields["text"])
+            return self._text(source, fields["text"], fields.get("spans"))
         if kind == "messages":
             return self._limited(source, *self._conversation(source, fields["messages"], fields.get("tools"), 0))
         if kind == "prompt_completion":
@@ -99,9 +103,11 @@ class Encoder:
 
     # --- kinds ---
 
-    def _text(self, source: str, text: str) -> Encoded:
+    def _text(self, source: str, text: str, spans: list[list[int]] | None) -> Encoded:
         if not text:
             raise SampleProblem(source, "no_trained_token", "the text is empty.")
+        if spans is not None:  # its author has written all tokens, those of the beginning and the end too
+            return self._limited(source, *self.labeled(source, text, [Span(*span) for span in spans], set()))
         text = self._ended(text)
         sample, notices = self.labeled(source, text, [Span(0, len(text))], set(), self._beginning)
         return self._limited(source, sample, notices, splits=True)
@@ -172,12 +178,13 @@ class Encoder:
             turns = Turns(self._renderer, conversation, self._special)
             everything = self.options.train_on == "all"
             spans, notices = trained_spans(self._renderer, turns, conversation, selected, everything)
+            kept = spans if isinstance(spans, str) else without_parts(turns, conversation, selected, spans)
         except RenderError as error:
             raise SampleProblem(source, "template_error", f"the chat template refuses it: {error}") from error
-        if isinstance(spans, str):
-            raise SampleProblem(source, "turn_not_found", spans)
+        if isinstance(spans, str) or isinstance(kept, str):
+            raise SampleProblem(source, "turn_not_found", str(kept))
         notices |= self._noticed(source, conversation, turns, spans)
-        return turns.text, spans, notices | turns.notices
+        return turns.text, kept, notices | turns.notices
 
     # --- labels ---
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_trainer.data.chat.encoder import Encoder, Sample
-from ds_trainer.data.chat.problems import NOTICES, SampleProblem
+from ds_trainer.data.chat.problems import NOTICES, SampleProblem, unread_lines, unread_of
 from ds_trainer.data.chat.tokens import IGNORED
 from ds_trainer.data.sources.record import Record
 
@@ -29,7 +29,7 @@ class Figures:
         lengths: tokens of each sample, or of each of the two answers of a preference.
         trained: those of them that are trained on.
         duplicates: samples that are equal to an earlier one.
-        notices: number of records for each key of NOTICES.
+        notices: number of records for each key of NOTICES, and for each key that no rule has read.
         refused: number of records that cannot be encoded, by reason.
         examples: for each key of both: the sources of the first few.
         messages: for each reason: the first message.
@@ -95,8 +95,9 @@ class Figures:
         for key, count in self.refused.items():
             lines.append(f"refused       {count:,}: {self._named(key)}: {self.messages[key]}")
         for key, count in self.notices.most_common():
-            lines.append(f"{count:,} samples: {NOTICES[key]} ({self._named(key)})")
-        return lines
+            if key in NOTICES:
+                lines.append(f"{count:,} samples: {NOTICES[key]} ({self._named(key)})")
+        return lines + unread_lines(unread_of(self.notices))
 
     def _named(self, key: str) -> str:
         total = self.refused[key] + self.notices[key]

@@ -12,18 +12,28 @@ from ds_trainer.data.chat.problems import SampleProblem
 
 Message = dict[str, Any]
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_OWN_KEYS = {"train", *_REASONING}
+_OWN_KEYS = {"train", "untrained", *_REASONING}
+
+
+class Untrained(NamedTuple):
+    """Characters ``start`` to ``end`` (exclusive) of the text under ``key`` of a message, which are not trained on."""
+
+    key: str
+    start: int
+    end: int
 
 
 class Conversation(NamedTuple):
-    """Messages with string contents, the functions they may call, and which messages the record selects itself.
+    """Messages with string contents, the functions they may call, and what of them the record selects itself.
 
-    ``train`` has, for each message, the value of its key ``train``, or None. Reasoning is in ``reasoning_content``.
+    ``train`` has, for each message, the value of its key ``train``, or None; ``untrained`` the parts of it that are not
+    trained on though the message is. Reasoning is in ``reasoning_content``.
     """
 
     messages: list[Message]
     tools: list[Message] | None
     train: list[bool | None]
+    untrained: list[list[Untrained]]
 
 
 def read_conversation(source: str, messages: Any, tools: Any = None) -> Conversation:
@@ -43,6 +53,7 @@ def read_conversation(source: str, messages: Any, tools: Any = None) -> Conversa
         raise refuse("the conversation has no messages.")
     normalized: list[Message] = []
     train: list[bool | None] = []
+    untrained: list[list[Untrained]] = []
     for number, message in enumerate(messages, 1):
         where = f"message {number} of {len(messages)}"
         if not isinstance(message, dict):
@@ -54,12 +65,15 @@ def read_conversation(source: str, messages: Any, tools: Any = None) -> Conversa
         if selected is not None and not isinstance(selected, bool):
             raise refuse(f"{where} has train={selected!r}, which is neither true nor false.")
         kept = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
-        content, reasoning = _text(message.get("content"), where, refuse)
-        reasoning = next((message[key] for key in _REASONING if message.get(key)), reasoning)
+        content, reasoning, left_out = _text(message.get("content"), where, refuse)
+        if given := next((message[key] for key in _REASONING if message.get(key)), None):
+            if not isinstance(given, str | list):
+                raise refuse(f"{where} has reasoning that is not text.")
+            reasoning, _, parts = _text(given, where, refuse)
+            left_out = [part for part in left_out if part.key == "content"]
+            left_out += [part._replace(key="reasoning_content") for part in parts]
         kept["content"] = content
         if reasoning:
-            if not isinstance(reasoning, str):
-                raise refuse(f"{where} has reasoning that is not text.")
             kept["reasoning_content"] = reasoning
         if message.get("tool_calls"):
             kept["tool_calls"] = [_tool_call(call, where, refuse) for call in _list(message["tool_calls"])]
@@ -67,17 +81,19 @@ def read_conversation(source: str, messages: Any, tools: Any = None) -> Conversa
             kept.pop("tool_calls", None)
         normalized.append(kept)
         train.append(selected)
-    return Conversation(normalized, _tools(tools, refuse), train)
+        untrained.append([*message.get("untrained", ()), *left_out])
+    return Conversation(normalized, _tools(tools, refuse), train, untrained)
 
 
-def _text(content: Any, where: str, refuse: Any) -> tuple[str, str]:
-    """``(text, reasoning)`` of a content, which is text, parts, or nothing."""
+def _text(content: Any, where: str, refuse: Any) -> tuple[str, str, list[Untrained]]:
+    """The text and the reasoning of a content, which is text, parts, or nothing; and what of them is not trained on."""
     if content is None or isinstance(content, str):
-        return content or "", ""
+        return content or "", "", []
     if not isinstance(content, list):
         raise refuse(f"{where} has a content that is neither text nor a list of parts ({type(content).__name__}).")
     texts: list[str] = []
     reasoning: list[str] = []
+    untrained: list[Untrained] = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text" if isinstance(part, str) else None
         value = part if isinstance(part, str) else part.get("text", part.get(kind)) if isinstance(part, dict) else None
@@ -86,8 +102,13 @@ def _text(content: Any, where: str, refuse: Any) -> tuple[str, str]:
                 f"{where} has a part of type {kind!r}; a tokenizer encodes text only (images need task: "
                 "vision_language)."
             )
-        (texts if kind == "text" else reasoning).append(value)
-    return "".join(texts), "".join(reasoning)
+        found = texts if kind == "text" else reasoning
+        if isinstance(part, dict) and part.get("train") is False:
+            start = sum(map(len, found))
+            key = "content" if kind == "text" else "reasoning_content"
+            untrained.append(Untrained(key, start, start + len(value)))
+        found.append(value)
+    return "".join(texts), "".join(reasoning), untrained
 
 
 def _list(value: Any) -> list[Any]:
@@ -138,6 +159,11 @@ def with_inserted(message: Message, inserted: str) -> Iterator[Message]:
         end = len(text.rstrip())
         target[path[-1]] = text[:end] + inserted + text[end:]
         yield changed
+
+
+def with_inserted_at(message: Message, inserted: str, key: str, position: int) -> Message:
+    """A copy of ``message`` with ``inserted`` before a character of the text under ``key``."""
+    return {**message, key: message[key][:position] + inserted + message[key][position:]}
 
 
 def _text_paths(message: Message) -> list[tuple[Any, ...]]:

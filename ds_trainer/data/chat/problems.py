@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import groupby
+
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -25,6 +28,27 @@ class SampleProblem(ConfigError):
 
 class RenderError(ValueError):
     """The template cannot render a conversation; the message is the template's own."""
+
+
+_UNREAD = "unread_key:"
+
+
+def unread_key(name: str) -> str:
+    """The notice that no rule has read a key of the sample."""
+    return f"{_UNREAD}{name}"
+
+
+def unread_of(notices: Mapping[str, int]) -> dict[str, int]:
+    """The keys among ``notices`` that were not read, with the number of samples."""
+    return {key.removeprefix(_UNREAD): count for key, count in notices.items() if key.startswith(_UNREAD)}
+
+
+def unread_lines(unread: Mapping[str, int]) -> list[str]:
+    """One line that names the keys, those of most samples first; none if there are none."""
+    ordered = sorted(unread.items(), key=lambda entry: (-entry[1], entry[0]))
+    groups = [(count, [key for key, _ in found]) for count, found in groupby(ordered, key=lambda entry: entry[1])]
+    shown = [f"{', '.join(keys)} (in {count:,} sample{'s' if count > 1 else ''})" for count, keys in groups]
+    return [f"keys not used: {', '.join(shown)}"] if shown else []
 
 
 # What is counted in samples that are kept. Each completes the sentence "N samples: ...".

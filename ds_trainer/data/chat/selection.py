@@ -75,6 +75,18 @@ def trained_spans(
     return spans, notices
 
 
+def without_parts(turns: Turns, conversation: Conversation, selected: list[int], spans: list[Span]) -> list[Span] | str:
+    """``spans`` without the parts of selected messages that are not trained on, or why they cannot be known."""
+    for index in selected:
+        for part in conversation.untrained[index]:
+            left_out = turns.part(index, part)
+            if left_out is None:
+                return _not_found(index, len(conversation.messages), f'a part with "train": false of {part.key}')
+            pairs = [(Span(a, min(b, left_out.start)), Span(max(a, left_out.end), b)) for a, b in spans]
+            spans = [piece for pair in pairs for piece in pair if piece.end > piece.start]
+    return spans
+
+
 def _marked(
     marked: list[tuple[int, int]], turn: Span | None, order: int, count: int, turns: Turns, notices: set[str]
 ) -> list[Span] | None:

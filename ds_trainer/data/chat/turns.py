@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ds_trainer.data.chat.messages import Conversation, Message, with_inserted
+from ds_trainer.data.chat.messages import Conversation, Message, Untrained, with_inserted, with_inserted_at
 from ds_trainer.data.chat.problems import RenderError
 from ds_trainer.data.chat.rendering import SENTINEL, Renderer
 
@@ -83,6 +83,34 @@ class Turns:
         # A message that is written as a part of another one has no end of its own.
         end = content_end if end is None or end < content_end else end
         return Span(start, self._trimmed(start, end))
+
+    def part(self, index: int, part: Untrained) -> Span | None:
+        """A part of a text of the message ``index``, empty where the template leaves the text out; None: not found."""
+        text = self._messages[index][part.key]
+        if self._leaves_out(index, part):
+            return Span(0, 0)
+        inner = text[part.start : part.end]
+        # A template that trims a text writes no white space at its ends: what is not written is not trained on either.
+        first = part.start + len(inner) - len(inner.lstrip())
+        last = part.start + len(inner.rstrip())
+        start, end = (
+            next((found for at in places if (found := self._character(index, part.key, at)) is not None), None)
+            for places in ((part.start, first), (part.end, last))
+        )
+        return None if start is None or end is None or end < start else Span(start, end)
+
+    def _character(self, index: int, key: str, position: int) -> int | None:
+        marked = [*self._messages]
+        marked[index] = with_inserted_at(self._messages[index], SENTINEL, key, position)
+        return self._position(marked, self.text)
+
+    def _leaves_out(self, index: int, part: Untrained) -> bool:
+        replaced = [*self._messages]
+        replaced[index] = {**replaced[index], part.key: SENTINEL}
+        try:
+            return SENTINEL not in self._renderer.render(replaced, self._tools)
+        except RenderError:
+            return False
 
     def is_end_of_turn(self, start: int, end: int) -> bool:
         """Whether the characters ``start`` to ``end`` are one special token, and white space."""

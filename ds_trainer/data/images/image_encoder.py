@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ds_trainer.data.chat.encoder import Encoded, Encoder, Sample
-from ds_trainer.data.chat.messages import Conversation, Message
+from ds_trainer.data.chat.messages import Conversation, Message, Untrained
 from ds_trainer.data.chat.options import EncodeOptions
 from ds_trainer.data.chat.problems import RenderError, SampleProblem
 from ds_trainer.data.chat.rendering import SENTINEL, Renderer
@@ -96,7 +97,7 @@ class ImageEncoder(Encoder):
         Raises:
             SampleProblem: it cannot be encoded, an image cannot be read, or its labels would be wrong.
         """
-        source, kind, fields = record
+        source, fields = record.source, record.fields
         images = fields.get("images") or []
         turns = [turn for key in ("messages", "prompt", "completion") for turn in _turns(fields.get(key))]
         if not images and not any(isinstance(turn.get("content"), list) for turn in turns):
@@ -114,7 +115,7 @@ class ImageEncoder(Encoder):
         elif rest:
             raise SampleProblem(source, "images", f"has {len(images)} images, but its messages refer to fewer.")
         kept = {key: value for key, value in fields.items() if key != "images"}
-        return super().encode(Record(source, kind, {**kept, **placed}))
+        return super().encode(record._replace(fields={**kept, **placed}))
 
     def dummy(self) -> Sample:
         """A short sample with a small blank image, on which nothing is trained."""
@@ -160,10 +161,17 @@ class ImageEncoder(Encoder):
         images, marked = [], []
         for message in messages:
             content = message.get("content")
+            untrained: list[Untrained] = []
             if isinstance(content, list):
                 images += [part["image"] for part in content if part.get("type") == "image"]
-                content = "".join(_MARK if part.get("type") == "image" else part["text"] for part in content)
-            marked.append({**message, "content": content})
+                texts = [_MARK if part.get("type") == "image" else part["text"] for part in content]
+                ends = list(accumulate(map(len, texts)))
+                pairs = zip(content, texts, ends, strict=True)
+                untrained = [
+                    Untrained("content", end - len(t), end) for part, t, end in pairs if part.get("train") is False
+                ]
+                content = "".join(texts)
+            marked.append({**message, "content": content, "untrained": untrained})
         text, spans, notices = self.rendered(source, marked, tools, first)
         found = text.count(self.tokens.placeholder)
         if found != len(images):
@@ -268,7 +276,7 @@ def _placed(source: str, turns: list[dict[str, Any]], listed: Any) -> list[dict[
                 raise SampleProblem(source, "bad_part", f"has a part of type {part['type']!r}; only images are read.")
             for index, text in enumerate(_LINE_AND_PLACEHOLDER.split(part["text"])):
                 parts += _image_parts([_next(source, listed)]) if index else []
-                parts += [{"type": "text", "text": text}] if text else []
+                parts += [{**part, "text": text}] if text else []
         placed.append({**turn, "content": parts})
     return placed
 

@@ -36,6 +36,7 @@ from ds_trainer.utils.logging import EVERY_RANK, get_logger
 logger = get_logger(__name__)
 
 _MOST_PROBLEMS = 20
+_MOST_NAMES = 100  # of what is counted by names that the data brings
 _ABANDONED = 24 * 3600  # seconds after which an incomplete directory of another host is removed
 _TQDM_EVERY = 0.5
 
@@ -288,11 +289,18 @@ class _Index:
             content=content,
             dtype=dtype,
             trained_tokens=sum(result.trained_tokens for result in self._results),
-            counts=dict(sorted(counts.items())),
+            counts=dict(sorted(_few(counts).items())),
             lengths=lengths,
             offsets=offsets,
             shards=tuple(result.record for result in self._results if result.record.samples),
         )
+
+
+def _few(counts: Counter[str]) -> dict[str, int]:
+    """``counts`` with the most frequent of the names that the data itself brings (they have a colon)."""
+    brought = Counter({name: count for name, count in counts.items() if ":" in name})
+    kept = {name: count for name, count in counts.items() if ":" not in name}
+    return {**kept, **dict(sorted(brought.items(), key=lambda entry: (-entry[1], entry[0]))[:_MOST_NAMES])}
 
 
 @contextmanager

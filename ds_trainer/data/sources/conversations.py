@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.data.sources.bad_lines import BadRecord
 from ds_trainer.data.sources.images import check_images, type_name
+from ds_trainer.data.sources.marks import ReadKeys
 from ds_trainer.utils.errors import did_you_mean
 
 ROLES = {
@@ -33,16 +35,21 @@ _CALLS = ("function_call", "tool_call")  # roles of ShareGPT files: the assistan
 _ROLE_KEYS = ("role", "from")
 _CONTENT_KEYS = ("content", "value")
 _MEDIA = ("text", "image", "image_url", "video", "audio")
+_IMAGE_KEYS = ("type", "image", "image_url", "path", "url", "base64")
+_REASONING = ("thinking", "reasoning_content", "reasoning")
+_PAIR = (("human", "user"), ("assistant", "gpt", "bot"))  # a turn of both, in one mapping
+_TRAIN, _TRAIN_ANSWER = ("train", "weight"), ("loss", "loss_scale")
 
 
-def check_conversation(value: Any, key: str, directory: Path) -> list[dict[str, Any]]:
+def check_conversation(value: Any, key: str, directory: Path, unread: set[str]) -> list[dict[str, Any]]:
     """The turns of a conversation, each with ``role`` and ``content`` and what else chat templates use.
 
     Args:
-        value: a list of mappings with ``role`` and ``content``, or ``from`` and ``value`` (ShareGPT); or a text with
-            that as JSON, as CSV files have it.
+        value: a list of mappings with ``role`` and ``content``, or ``from`` and ``value`` (ShareGPT), or of questions
+            and answers in one mapping; or a text with that as JSON, as CSV files have it.
         key: its name in messages.
         directory: of the file, for images.
+        unread: gets the names of keys of turns and parts that no rule reads.
 
     Raises:
         BadRecord: it is something else, or a turn is empty or has an unknown role.
@@ -54,7 +61,26 @@ def check_conversation(value: Any, key: str, directory: Path) -> list[dict[str, 
         raise BadRecord(f"{key!r} must be a list of turns, got {type_name(turns)}")
     if not turns:
         raise BadRecord(f"{key!r} has no turn")
-    return [_turn(turn, f"turn {number} of {key!r}", directory) for number, turn in enumerate(turns, 1)]
+    found: list[dict[str, Any]] = []
+    for number, given in enumerate(turns, 1):
+        name = f"turn {number} of {key!r}"
+        if not isinstance(given, dict):
+            raise BadRecord(f"{name} must be a mapping with a role and a content, got {type_name(given)}")
+        turn = ReadKeys(given)
+        pair = [next((entry for entry in entries if entry in turn), None) for entries in _PAIR]
+        if pair[0] is not None and pair[1] is not None and not any(entry in turn for entry in _ROLE_KEYS):
+            for role, entry in zip(("user", "assistant"), pair, strict=True):
+                found.append({"role": role, "content": check_text(turn[str(entry)], f"{entry!r} of {name}")})
+        else:
+            one = _turn(turn, name, directory)
+            if one["role"] == "assistant" and found and found[-1]["role"] == "assistant" and _is_call(turn):
+                # A turn of its own in the file, but what the model writes in one turn: a text and calls.
+                found[-1]["tool_calls"] = [*found[-1].get("tool_calls", ()), *one["tool_calls"]]
+                found[-1] |= {"train": False} if one.get("train") is False else {}
+            else:
+                found.append(one)
+        unread.update(f"{key}[].{entry}" for entry in turn.unread())
+    return found
 
 
 def check_dialog(turns: list[dict[str, Any]], key: str) -> None:
@@ -138,40 +164,84 @@ def _shown(key: str) -> str:
     return key if " " in key else repr(key)
 
 
-def _turn(turn: Any, name: str, directory: Path) -> dict[str, Any]:
-    if not isinstance(turn, dict):
-        raise BadRecord(f"{name} must be a mapping with a role and a content, got {type_name(turn)}")
-    role_key = _one_of(turn, _ROLE_KEYS, name)
-    role = turn[role_key]
+def _turn(turn: ReadKeys, name: str, directory: Path) -> dict[str, Any]:
+    role = turn[_one_of(turn, _ROLE_KEYS, name)]
     if role in _CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": [_call(_content_of(turn, name), name)]}
+        content = _content_of(turn, name)
+        calls = parsed_json(content, f"tool call of {name}") if isinstance(content, str) else content
+        several = isinstance(calls, list) and all(isinstance(call, dict) for call in calls) and calls
+        calls = [_call(call, name) for call in (calls if several else [calls])]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **_trained(turn, True, name)}
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
         shown = repr(role) if isinstance(role, str) else type_name(role)
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
         raise BadRecord(f"{name} has the role {shown}; roles are system, user, assistant and tool.{hint}".rstrip("."))
     found: dict[str, Any] = {"role": ROLES[role.strip().lower()]}
-    calls = turn.get("tool_calls") or []
+    answers = found["role"] == "assistant"
+    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.peek("function_call") else [])
     if calls:
         if not isinstance(calls, list):
             raise BadRecord(f"{name}: 'tool_calls' must be a list, got {type_name(calls)}")
-        if found["role"] != "assistant":
+        if not answers:
             raise BadRecord(f"{name}: a turn of the {found['role']} cannot have 'tool_calls'")
         found["tool_calls"] = [_call(call, name) for call in calls]
     may_be_empty = bool(calls) or found["role"] == "tool"
-    found["content"] = _content(_content_of(turn, name, may_be_empty), name, may_be_empty, directory)
-    for key in ("name", "tool_call_id", "thinking", "reasoning_content"):
+    found["content"] = _content(_content_of(turn, name, may_be_empty), name, may_be_empty, directory, turn.inside)
+    for key in ("name", "tool_call_id", *_REASONING):
         if turn.get(key) is not None:
+            if key in _REASONING and isinstance(turn[key], list) and turn[key]:
+                found[key] = _content(turn[key], f"{key!r} of {name}", False, directory, turn.inside)
+                continue
             if not isinstance(turn[key], str):
                 raise BadRecord(f"{name}: {key!r} must be a string, got {type_name(turn[key])}")
             found[key] = turn[key]
-    if (trained := next((turn[key] for key in ("train", "weight") if turn.get(key) is not None), None)) is not None:
-        if trained not in (0, 1):
-            raise BadRecord(f"{name}: 'train' must be true or false, got {trained!r}")
-        found["train"] = bool(trained)
+    found |= _trained(turn, answers, name)
+    if turn.get("train_detail"):
+        found["content"] = _parts_by_offset(found["content"], turn["train_detail"], name)
+        found.setdefault("train", True)
     return found
 
 
-def _one_of(turn: dict[str, Any], keys: tuple[str, ...], name: str) -> str:
+def _is_call(turn: ReadKeys) -> bool:
+    return any(turn.peek(key) in _CALLS for key in _ROLE_KEYS)
+
+
+def _trained(turn: ReadKeys, answers: bool, name: str) -> dict[str, bool]:
+    """Whether the turn says that it is trained on, or not."""
+    found = []
+    for key in (*_TRAIN, *(_TRAIN_ANSWER if answers else ())):
+        if (given := turn.get(key)) is not None:
+            if given not in (0, 1):
+                raise BadRecord(f"{name}: {key!r} must be true or false, got {given!r}")
+            found.append(bool(given))
+    return {"train": all(found)} if found else {}
+
+
+def _parts_by_offset(content: Any, details: Any, name: str) -> list[dict[str, Any]]:
+    """A content in parts; what no entry of ``details`` has is not trained on. The last character of an entry counts."""
+    if not isinstance(content, str):
+        raise BadRecord(f"{name} has 'train_detail', but its content is no text")
+    trained = [False] * len(content)
+    for detail in details if isinstance(details, list) else [details]:
+        try:
+            begin, end, train = detail["begin_offset"], detail["end_offset"], detail["train"]
+            valid = 0 <= begin <= end < len(content) and train in (0, 1)
+        except (TypeError, KeyError, IndexError):
+            valid = False
+        if not valid:
+            raise BadRecord(
+                f"{name}: 'train_detail' must have entries with begin_offset and end_offset (0 to {len(content) - 1}, "
+                "both included) and train (true or false)"
+            )
+        trained[begin : end + 1] = [bool(train)] * (end + 1 - begin)
+    parts: list[dict[str, Any]] = []
+    for train, characters in groupby(zip(trained, content, strict=True), key=lambda pair: pair[0]):
+        text = "".join(character for _, character in characters)
+        parts.append({"type": "text", "text": text, "train": train})
+    return parts
+
+
+def _one_of(turn: ReadKeys, keys: tuple[str, ...], name: str) -> str:
     found = [key for key in keys if turn.get(key) is not None]
     if len(found) == 1:
         return found[0]
@@ -184,15 +254,15 @@ def _one_of(turn: dict[str, Any], keys: tuple[str, ...], name: str) -> str:
     raise BadRecord(f"{name} has no {keys[0]!r} (or {keys[1]!r}); its keys: {listed}")
 
 
-def _content_of(turn: dict[str, Any], name: str, may_be_empty: bool = False) -> Any:
+def _content_of(turn: ReadKeys, name: str, may_be_empty: bool = False) -> Any:
     if may_be_empty and all(turn.get(key) is None for key in _CONTENT_KEYS):
         return ""
     return turn[_one_of(turn, _CONTENT_KEYS, name)]
 
 
-def _content(content: Any, name: str, may_be_empty: bool, directory: Path) -> Any:
+def _content(content: Any, name: str, may_be_empty: bool, directory: Path, unread: set[str]) -> Any:
     if isinstance(content, list) and content:
-        return [_part(part, f"part {number} of {name}", directory) for number, part in enumerate(content, 1)]
+        return [_part(part, f"part {number} of {name}", directory, unread) for number, part in enumerate(content, 1)]
     if may_be_empty and content in ("", []):
         return ""
     if content == "" or content == [] or (isinstance(content, str) and not content.strip()):
@@ -206,7 +276,7 @@ def _content(content: Any, name: str, may_be_empty: bool, directory: Path) -> An
     return content
 
 
-def _part(part: Any, name: str, directory: Path) -> dict[str, Any]:
+def _part(part: Any, name: str, directory: Path, unread: set[str]) -> dict[str, Any]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise BadRecord(f"{name} must be a mapping with a 'type'")
     part = without_nulls(part)
@@ -214,8 +284,13 @@ def _part(part: Any, name: str, directory: Path) -> dict[str, Any]:
     if kind not in _MEDIA:
         raise BadRecord(f"{name} has the type {kind!r}; types are {', '.join(_MEDIA)}")
     if kind == "text":
-        return {"type": "text", "text": check_text(part.get("text"), f"text of {name}")}
+        read = ReadKeys(part)
+        text = next((read[key] for key in ("text", *_CONTENT_KEYS) if key in read), None)
+        found = {"type": read["type"], "text": check_text(text, f"text of {name}"), **_trained(read, True, name)}
+        unread.update(f"content[].{key}" for key in read.unread())
+        return found
     if kind in ("image", "image_url"):
+        unread.update(f"content[].{key}" for key in part if key not in _IMAGE_KEYS)
         given = part.get("image", part.get("image_url", part.get("path", part.get("url"))))
         if given is None and "base64" not in part:
             return {"type": "image"}

@@ -107,7 +107,7 @@ def read_file(file: SourceFile, format: RecordFormat | None, kind: str = "auto")
     Args:
         file: what to read.
         format: of its samples; None: no row has a known one, so each is a bad line.
-        kind: of the samples, for messages without ``format``.
+        kind: of the samples, as the recipe has it.
     """
     text_key = format.keys[0] if format is not None and format.kind == "text" else "text"
     for row in read_rows(file):
@@ -118,7 +118,7 @@ def read_file(file: SourceFile, format: RecordFormat | None, kind: str = "auto")
         try:
             if format is None:
                 raise BadRecord(str(recognize(value, kind)))
-            yield Record(row.where, format.kind, format.fields(value, file.path.parent))
+            yield format.record(row.where, value, file.path.parent, kind != "auto")
         except BadRecord as error:
             yield BadLine(row.where, str(error))
 

@@ -91,6 +91,35 @@ def test_a_message_selects_itself():
     assert "assistant\n⟧1<|im_end|>⟦\n<|im_start|>" in everything
 
 
+@pytest.mark.parametrize("family", ["chatml", "qwen-3", "llama-3.1", "gemma-3", "mistral-v0.3", "phi-4", "gpt-oss"])
+def test_parts_of_a_message_that_are_not_trained_on(family):
+    """Also where the template trims the text, with text that occurs twice, and in other scripts."""
+    end = trained(shown(CHAT[1:], family))[1].removeprefix("<think>\n\n</think>\n\n").rpartition("2")[2]
+    pieces = [(" 日本 wrong, ", False), ("right", True), ("  wrong", False), (" and right", None), (" é ", False)]
+    parts = [{"type": "text", "text": text} | ({} if train is None else {"train": train}) for text, train in pieces]
+    whole = "".join(text for text, _ in pieces)
+    messages = [*CHAT[1:4], {"role": "assistant", "content": parts}]
+    text = shown(messages, family)
+    assert trained(text)[-3:] == ["right", " and right", end]
+    assert whole.strip() in text.replace("⟦", "").replace("⟧", "")
+    everything = shown(messages, family, train_on="all")
+    assert not any("wrong" in part or "é" in part for part in trained(everything))
+    assert trained(shown([*messages[:3], {**messages[3], "train": False}], family)) == trained(text)[:1]
+
+
+def test_parts_of_reasoning_that_are_not_trained_on():
+    parts = [{"type": "text", "text": "5?", "train": False}, {"type": "text", "text": " No, 4."}]
+    messages = [*CHAT[1:2], {"role": "assistant", "reasoning_content": parts, "content": "4"}]
+    assert trained(shown(messages, "qwen-3")) == ["<think>\n", " No, 4.\n</think>\n\n4<|im_end|>"]
+    assert trained(shown(messages, "gemma-3")) == ["4<end_of_turn>"]  # its template writes no reasoning
+
+
+def test_segments_of_a_text():
+    text = "<|im_start|>One?\n1<|im_end|>"
+    fields = {"text": text, "spans": [[17, 18], [18, 28]]}
+    assert shown(fields, kind="text") == "<|im_start|>One?\n⟦1<|im_end|>⟧"  # no token is added
+
+
 def test_last_turn_has_the_steps_after_the_last_question():
     call = {"function": {"name": "f", "arguments": {"a": "b"}}}
     messages = [

@@ -142,7 +142,7 @@ MESSAGES: list[Case] = [
     (one(role="assistant", content="x", name=5), "turn 2 of 'messages': 'name' must be a string, got a number"),
     (one(role="assistant", content="x", reasoning_content=[]), "'reasoning_content' must be a string, got a list"),
     (one(role="assistant", content="x", train="yes"), "turn 2 of 'messages': 'train' must be true or false, got 'yes'"),
-    (one(role="assistant", content="x", weight=2), "turn 2 of 'messages': 'train' must be true or false, got 2"),
+    (one(role="assistant", content="x", weight=2), "turn 2 of 'messages': 'weight' must be true or false, got 2"),
     (answer(tools="[{"), "'tools' is a text, and not valid JSON"),
     (answer(tools={"name": "f"}), "'tools' must be a list of mappings, got a mapping"),
     (answer(tools=["f"]), "'tools' must be a list of mappings"),
