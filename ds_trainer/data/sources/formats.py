@@ -164,7 +164,7 @@ def _preference(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> Fields
         fields["prompt"] = _turns(row, turns, directory)
     if isinstance(fields.get("prompt"), list):
         chosen, rejected = _as_turns(chosen), _as_turns(rejected)
-    return _pair({**fields, "chosen": chosen, "rejected": rejected}, row, directory)
+    return _pair({"chosen": chosen, "rejected": rejected, **fields}, row, directory)
 
 
 def _rejected_beside(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> Fields:
@@ -181,7 +181,7 @@ def _rejected_beside(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> F
         rejected = rejected[last + 1 :] if rejected[: last + 1] == prompt else []
     if not chosen or not rejected or chosen == rejected:
         raise BadRecord(f"{keys[-1]!r} must be another answer to the last question of {keys[0]!r}")
-    return _pair({"prompt": prompt, "chosen": chosen, "rejected": rejected}, row, directory)
+    return _pair({"chosen": chosen, "rejected": rejected, "prompt": prompt}, row, directory)
 
 
 def _pair(fields: Fields, row: ReadKeys, directory: Path) -> Fields:
