@@ -200,7 +200,7 @@ def _pair(fields: Fields, row: ReadKeys, directory: Path) -> Fields:
 
 def _text_or_turns(row: ReadKeys, key: str, directory: Path) -> Any:
     value = row[key]
-    value = [value] if isinstance(value, dict) else value  # one turn
+    value = [value] if isinstance(value, dict) and {"role", "from"} & value.keys() else value  # one turn
     return check_conversation(value, key, directory, row.inside) if isinstance(value, list) else check_text(value, key)
 
 
