@@ -8,9 +8,7 @@ that reads them (:mod:`ds_trainer.data.prepared.key`). Processes that wait do so
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +29,7 @@ from ds_trainer.data.sources.rows import Row, read_rows
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush, read_json, write_json
+from ds_trainer.utils.files import flush, new_partial, read_json, write_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -39,7 +37,6 @@ logger = get_logger(__name__)
 _BATCH = 1000  # rows that are in memory at once
 _FACTS = "facts.json"
 _MOST_NAMES = 50  # of keys that no rule has read
-_ABANDONED = 24 * 3600  # seconds
 
 
 @dataclass(frozen=True)
@@ -250,9 +247,7 @@ class _Writer:
             raise ConfigError(f"data: there is no sample to {side}; the files have {counts['train']:,} for training.")
         schema = _unified(schemas)
         with writing(final):
-            _remove_abandoned(final)
-            partial = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
-            partial.mkdir()
+            partial = new_partial(final)
             try:
                 for split in ("train", "eval"):
                     if counts[split]:
@@ -362,10 +357,3 @@ def _write_table(path: Path, rows: Iterable[dict[str, Any]], schema: Any) -> Non
                 writer.write_table(_table(part, schema))
         file.flush()
         flush(file.fileno())
-
-
-def _remove_abandoned(final: Path) -> None:
-    """Remove what processes that were killed have left."""
-    for path in final.parent.glob(f".{final.name}.*"):
-        if path.is_dir() and time.time() - path.stat().st_mtime > _ABANDONED:
-            shutil.rmtree(path, ignore_errors=True)

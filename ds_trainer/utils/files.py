@@ -5,7 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
+import shutil
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ logger = get_logger(__name__)
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _cannot_flush = False  # said already
+_ABANDONED = 24 * 3600  # seconds after which an incomplete directory of another host is removed
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str, private: bool = False) -> None:
@@ -41,6 +47,38 @@ def write_text_atomic(path: str | os.PathLike[str], text: str, private: bool = F
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def new_partial(final: Path) -> Path:
+    """Create and return a hidden directory beside ``final``, to be renamed to it once it is complete.
+
+    What processes that were killed have left is removed: of this host at once, of others after a day.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    host = socket.gethostname()
+    pattern = re.compile(rf"\.{re.escape(final.name)}\.(.+)\.(\d+)\.[0-9a-f]{{8}}\.(partial|damaged)")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for path in final.parent.iterdir():
+        if match := pattern.fullmatch(path.name):
+            with suppress(OSError):  # another process has removed it
+                ended = match[1] == host and not _is_running(int(match[2]))
+                if ended or time.time() - path.stat().st_mtime > _ABANDONED:
+                    shutil.rmtree(path, ignore_errors=True)
+    partial = final.with_name(f".{final.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    return partial
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # of another user
+        return True
+    return True
 
 
 def own_files(directory: Path) -> None:

@@ -33,6 +33,7 @@ from ds_trainer.checkpoint.weights.model_saving import complete_configuration, w
 from ds_trainer.checkpoint.weights.sections import tensor_names
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, plan_files
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import new_partial
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -133,9 +134,7 @@ def write_model(
         WeightFilesError: a file reads back differently than it was written.
     """
     description = ModelDescription.read(described)
-    # A hidden sibling of the directory: on the same file system, so that the rename is atomic.
-    partial = directory.absolute().with_name(f".{directory.absolute().name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
+    partial = new_partial(directory.absolute())
     try:
         _copy_files(described, description, partial, adapters_only)
         if adapters_only:

@@ -7,9 +7,7 @@ manifest, and renamed last: it exists whole or not at all.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from tqdm import tqdm
 
 from ds_trainer.data.prepared.block_file import BlockWriter, DamagedDataset, FileRecord, writing
@@ -30,14 +27,13 @@ from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
 from ds_trainer.data.prepared.shard import Encode, ShardResult, token_dtype
 from ds_trainer.data.prepared.workers import SHARD_BYTES, Part, Task, tasks_of, write_shards
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush_path
+from ds_trainer.utils.files import flush_path, new_partial
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
 _MOST_PROBLEMS = 20
 _MOST_NAMES = 100  # of what is counted by names that the data brings
-_ABANDONED = 24 * 3600  # seconds after which an incomplete directory of another host is removed
 _TQDM_EVERY = 0.5
 
 
@@ -190,11 +186,8 @@ class _DatasetWriter:
     ) -> PreparationReport:
         """Write everything; ``check`` is called before it becomes visible."""
         began = time.perf_counter()
-        _remove_leftovers(self._final)
-        name = f"{_partial_prefix(self._final)}{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.partial"
-        partial = self._final.parent / name
-        with writing(partial):
-            partial.mkdir()
+        with writing(self._final):
+            partial = new_partial(self._final)
         try:
             index = _Index(partial)
             with _progress(source_bytes, heartbeat) as report:
@@ -329,21 +322,3 @@ def _is_whole(directory: Path, key: str) -> bool:
     except DamagedDataset:
         return False
     return True
-
-
-def _partial_prefix(final: Path) -> str:
-    return f".{final.name}."
-
-
-def _remove_leftovers(final: Path) -> None:
-    """Remove incomplete directories of processes that ended: of this host at once, of others after a day."""
-    prefix = _partial_prefix(final)
-    for found in [*final.parent.glob(f"{prefix}*.*.*.partial"), *final.parent.glob(f"{prefix}*.*.*.damaged")]:
-        host, process = found.name.removeprefix(prefix).rsplit(".", 3)[:2]
-        try:
-            age = time.time() - found.stat().st_mtime
-        except OSError:
-            continue
-        ended = host == socket.gethostname() and not (process.isdigit() and psutil.pid_exists(int(process)))
-        if ended or age > _ABANDONED:
-            shutil.rmtree(found, ignore_errors=True)
