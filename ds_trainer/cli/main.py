@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import sys
 import time
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the encoding of a terminal lacks is no reason to fail
+    # bitsandbytes, which peft imports, warns of a package that only its 4-bit layers on CPUs use.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "kernels-community" not in record.msg)
     code = FAILED
     try:
         code = _run_reporting_errors(args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_trainer.engine.loading.load_report import LoadReport
-from ds_trainer.monitor.units import human_bytes, human_count, human_operations
+from ds_trainer.monitor.units import counted, human_bytes, human_count, human_operations
 
 
 @dataclass(frozen=True)
@@ -184,4 +184,4 @@ def _steps(summary: RunSummary) -> str:
     digits = 2 if summary.num_train_epochs >= 0.01 else 4
     epochs = f"{summary.num_train_epochs:.{digits}f}".rstrip("0").rstrip(".")
     unit = "epoch" if epochs == "1" else "epochs"
-    return f"{summary.max_steps:,} optimizer steps, {epochs} {unit}"
+    return f"{counted(summary.max_steps, 'optimizer step')}, {epochs} {unit}"

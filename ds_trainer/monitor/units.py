@@ -54,3 +54,8 @@ def human_duration(seconds: float) -> str:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     hours = round(seconds / 3600)
     return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``1,000 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

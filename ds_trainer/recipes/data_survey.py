@@ -188,7 +188,10 @@ def tokens_of(record: Record, tokenizer: Any) -> int:
 
 
 def _count(text: str, tokenizer: Any) -> int:
-    return len(text.encode()) if tokenizer is None else len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if tokenizer is None:
+        return len(text.encode())
+    # verbose: init says itself that samples are longer than the model's positions.
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _texts(value: Any) -> Iterator[str]:

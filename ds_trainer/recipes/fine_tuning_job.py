@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_trainer.data.padding import TokenPaddingCollator
 from ds_trainer.data.sources.mixture_stream import MixtureStream
+from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.data_card import write_data_card
 from ds_trainer.recipes.distillation import trainer_class_of
 from ds_trainer.recipes.encoding import encoder_of
@@ -168,7 +169,7 @@ def report_text(results: dict[str, Any], loss: float | None = None) -> str:
     data, evaluation, trained = results["data"], results["evaluation"], results["tokens_trained"]
     lines = [
         "",
-        finished_in(results, f"{results['steps']:,} steps, {results['epochs']:.2f} epochs,"),
+        finished_in(results, f"{counted(results['steps'], 'step')}, {results['epochs']:.2f} epochs,"),
     ]
     if trained:
         lines.append(

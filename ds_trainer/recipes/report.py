@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_trainer.data.sources.documents import Document
+from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.language_model import load_language_model
 from ds_trainer.recipes.recipe import ReportSpec
 from ds_trainer.recipes.run_results import finished_in
@@ -104,7 +105,7 @@ def report_text(results: dict[str, Any], evaluation: Evaluation | None) -> str:
     """The printed report, from the content of ``results.json``."""
     lines = [
         "",
-        finished_in(results, f"{results['steps']:,} steps"),
+        finished_in(results, counted(results["steps"], "step")),
         evaluation.table() if evaluation else "No evaluation: set data.eval or data.held_out_every for one.",
     ]
     if results["sample"]:

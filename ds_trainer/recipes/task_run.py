@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.run_results import finished_in, train_and_report
 from ds_trainer.recipes.task_data import TaskData
@@ -43,7 +44,7 @@ def train_task(recipe: Recipe, trainer: Trainer, data: TaskData, began: float) -
 def _report(results: dict[str, Any], evaluation: dict[str, float] | None) -> str:
     lines = [
         "",
-        finished_in(results, f"{results['steps']:,} steps of {results['task']}"),
+        finished_in(results, f"{counted(results['steps'], 'step')} of {results['task']}"),
         f"Training loss {results['train_loss']:.4f}.",
     ]
     if evaluation is None:

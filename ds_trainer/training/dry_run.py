@@ -35,7 +35,7 @@ from ds_trainer.engine.fake_group import MadeGroups, fake_process_group
 from ds_trainer.engine.loading.weight_source import WeightSource, attach_weight_source, attached_weight_source
 from ds_trainer.engine.meta_engine import engines_on_meta, move_to_meta, updated_elements
 from ds_trainer.engine.weights import full_numel
-from ds_trainer.monitor.units import human_bytes, human_count
+from ds_trainer.monitor.units import counted, human_bytes, human_count
 from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.training.loading.weight_check import WeightCheck
 from ds_trainer.training.loop.training_run import TrainingRun
@@ -122,7 +122,7 @@ class DryRun:
         else:
             yield f"data     {self.samples:,} samples; this rank reads {self.samples_per_rank:,} in an epoch"
         epoch = "" if self.steps_per_epoch is None else f", {self.steps_per_epoch:,} in an epoch"
-        yield f"steps    {self.max_steps:,} optimizer steps{epoch}"
+        yield f"steps    {counted(self.max_steps, 'optimizer step')}{epoch}"
         yield f"estimate {self.estimate}"
         if self.operators:
             yield f"later    operators of DeepSpeed, loaded or compiled at the real start: {', '.join(self.operators)}"

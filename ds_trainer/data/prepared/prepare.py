@@ -73,11 +73,12 @@ class PreparationReport:
         """A few lines for a terminal."""
         made, seconds = self.manifest, max(self.seconds, 1e-9)
         others = [f"{count:,} {name}" for name, count in made.counts.items() if count and name != "samples"]
+        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
         lines = [
             f"{made.samples:,} samples, {made.tokens:,} tokens, {made.trained_tokens:,} of them trained on "
             f"({made.trained_tokens / max(made.tokens, 1):.1%}); {', '.join(others)}",
             f"{made.bytes / 1e6:,.1f} MB from {self.source_bytes / 1e6:,.1f} MB of source",
-            f"{self.seconds:,.1f} s in {self.processes} processes, {made.tokens / seconds:,.0f} tokens/s; "
+            f"{self.seconds:,.1f} s in {processes}, {made.tokens / seconds:,.0f} tokens/s; "
             f"{made.tokens / max(self.cpu_seconds, 1e-9):,.0f} tokens/s per core",
             f"in {self.directory}",
         ]

@@ -142,7 +142,7 @@ def cost_texts(cost: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def _advice(advice: Sequence[Mapping[str, str]]) -> str:
     if not advice:
-        return section("What to change next", '<p class="soft">No rule found anything to change.</p>')
+        return section("What to change next", '<p class="soft">Nothing in this run asks for a change.</p>')
     items = (
         f"<li><b>{escape(one['change'])}</b> <span class='soft'>{escape(one['why'])}</span></li>" for one in advice
     )
