@@ -227,6 +227,7 @@ class RunSetup:
             fingerprint=assembly.fingerprint(plan),
             log=trainer.log,
             final_metrics=final_metrics,
+            losses=assembly.losses,
         )
 
     def train_loop(

@@ -349,11 +349,14 @@ def _pickled_rows(data: bytes) -> Any:
     return gather_numbers(sent).numpy()
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's ``value``, on every rank. It must be picklable; for small things outside the hot path. No time limit."""
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """The ``value`` of rank ``source``, on every rank. It must be picklable; for small things outside the hot path.
+
+    No time limit.
+    """
     if world_size() == 1:
         return value
     barrier()
     values = [value]
-    dist.broadcast_object_list(values, src=0, group=host_group())
+    dist.broadcast_object_list(values, src=source, group=host_group())
     return values[0]

@@ -88,9 +88,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             restore_random_state(random)
 
 
-def train_but_for_statistics(model: nn.Module) -> None:
-    """Put ``model`` in training mode, without layers that would use the statistics of a batch."""
+def train_but_for_noise(model: nn.Module) -> None:
+    """Put ``model`` in training mode, without dropout modules and layers that would use the statistics of a batch."""
     model.train()
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
             module.training = False

@@ -184,6 +184,95 @@ def _cosine(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(F.cosine_similarity(logits[:, 0], logits[:, 1]), labels)
 
 
+def _focal_over_positives(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).sum() / labels.sum()
+
+
+def _hard_triplets(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    distances, same = torch.cdist(logits, logits), labels[:, None] == labels
+    return F.relu((distances * same).amax(1) - (distances + 1e3 * same).amin(1) + 9).mean()
+
+
+def _arc(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    angles = F.normalize(logits).clamp(-0.99, 0.99).acos()
+    return F.cross_entropy(8 * (angles + 0.3 * F.one_hot(labels, 5)).cos(), labels)
+
+
+def _dice_of_samples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    found = logits.sigmoid()
+    return (1 - 2 * (found * labels).sum(1) / (found.sum(1) + labels.sum(1) + 1)).mean()
+
+
+def _union(logits: torch.Tensor, labels: Any, boxes: torch.Tensor, box_mask: torch.Tensor) -> torch.Tensor:
+    found = logits[..., :2].sigmoid()
+    shared = torch.minimum(found, boxes).prod(-1)
+    return (1 - shared / (found.prod(-1) + boxes.prod(-1) - shared))[box_mask].mean()
+
+
+def _known_boxes(logits: torch.Tensor, labels: Any, boxes: torch.Tensor) -> torch.Tensor:
+    known = (boxes >= 0).all(-1)
+    return F.l1_loss(logits[..., :2][known], boxes[known])
+
+
+def _ordinal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(logits, (labels[:, None] > torch.arange(5)).float())
+
+
+def _frames(logits: torch.Tensor, labels: torch.Tensor, n_frames: torch.Tensor) -> torch.Tensor:
+    used = torch.arange(8) < n_frames[:, None]
+    return F.huber_loss(logits[..., 0][used], labels[used])
+
+
+def _two_views(logits: torch.Tensor, labels: Any = None) -> torch.Tensor:
+    views = F.normalize(torch.cat([logits, logits + logits.flip(1)]))
+    count = len(logits)
+    scores = (views @ views.T).masked_fill(torch.eye(2 * count).bool(), -1e9)
+    return F.cross_entropy(scores, (torch.arange(2 * count) + count) % (2 * count))
+
+
+def _exits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return _tokens()(logits, labels) + 0.3 * _tokens()(logits / 2, labels)
+
+
+def _uncertainty(logits: torch.Tensor, labels: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return 0.8 * _tokens()(logits, labels) + 0.2 + 1.4 * F.cross_entropy(logits[:, 0], label) - 0.3
+
+
+def _with_penalty(reduction: str) -> Callable[..., torch.Tensor]:
+    return lambda logits, labels: _tokens(reduction=reduction)(logits, labels) + 0.7
+
+
+def _balanced(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    chances = logits.softmax(-1).flatten(0, 1)
+    chosen = F.one_hot(chances.argmax(-1), 5).float().mean(0)
+    return _tokens()(logits, labels) + 0.05 * (chosen * chances.mean(0)).sum()
+
+
+def _masked_at_random(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    masked = torch.bernoulli(torch.full(logits.shape[:2], 0.5)).bool()
+    return F.mse_loss(logits[masked], labels[masked])
+
+
+def _mixed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    other = labels[torch.randperm(len(labels))]
+    return 0.7 * F.cross_entropy(logits, labels) + 0.3 * F.cross_entropy(logits, other)
+
+
+def _hardest_half(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, reduction="none").topk((len(labels) + 1) // 2).values.mean()
+
+
+def _boxes_in_rows() -> dict[str, torch.Tensor]:
+    mask = torch.arange(4)[None] <= torch.tensor([0, 3, 1, 2, 0, 3])[:, None]
+    return {"x": _x(4), "boxes": torch.rand(6, 4, 2), "box_mask": mask}
+
+
+def _padded_boxes() -> dict[str, torch.Tensor]:
+    rows = _boxes_in_rows()
+    return {"x": rows["x"], "boxes": rows["boxes"].masked_fill(~rows["box_mask"][..., None], -1.0)}
+
+
 def _of_boxes(logits: torch.Tensor, labels: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     rows = zip(logits, labels, strict=True)
     total = torch.stack([(row[:4] - label["boxes"]).abs().sum() for row, label in rows]).sum()
@@ -209,6 +298,14 @@ def _padded(ignored: int = -100) -> dict[str, torch.Tensor]:
 def single() -> dict[str, torch.Tensor]:
     """A class for each sample."""
     return {"x": _x(), "labels": classes()}
+
+
+def _positives() -> torch.Tensor:
+    return (torch.arange(5)[None] <= torch.tensor([0, 3, 1, 2, 0, 4])[:, None]).long()
+
+
+def _all_values() -> dict[str, torch.Tensor]:
+    return {"x": _x(8), "labels": torch.randn(6, 8, 5)}
 
 
 def _values() -> dict[str, torch.Tensor]:
@@ -274,4 +371,33 @@ FUNCTIONS = (
     _of("root of the mean squared error", lambda z, labels: F.mse_loss(z, labels).sqrt(), _values, NONE),
     _of("mean squared error + variance in the batch", lambda z, y: F.mse_loss(z, y) + z.var(0).mean(), _values, NONE),
     _of("noise drawn in the model", lambda z, labels: F.mse_loss(z + torch.randn_like(z), labels), _values, ITEMS),
+    _of(
+        "focal loss / number of positives",
+        _focal_over_positives,
+        lambda: {"x": _x(), "labels": _positives()},
+        other_than(0),
+    ),
+    _of("hardest triplets of the batch", _hard_triplets, single, NONE, "retrieval"),
+    _of("ArcFace", _arc, single, ITEMS, "retrieval"),
+    _of("NT-Xent of two views", _two_views, lambda: {"x": _x()}, NONE, "retrieval"),
+    _of("Dice of each sample", _dice_of_samples, lambda: {"x": _x(), "labels": _positives().float()}, ITEMS, "vision"),
+    _of("intersection over union, boxes with a mask", _union, _boxes_in_rows, other_than(0, "box_mask"), "vision"),
+    _of("boxes padded with -1", _known_boxes, _padded_boxes, other_than(-1, "boxes"), "vision"),
+    _of("mixed labels", F.cross_entropy, lambda: {"x": _x(), "labels": torch.rand(6, 5).softmax(-1)}, ITEMS, "vision"),
+    _of("mixup drawn in the loss", _mixed, single, NONE, "vision"),
+    _of("masked reconstruction, mask drawn in the model", _masked_at_random, _all_values, NONE, "vision"),
+    _of("ordinal classes", _ordinal, single, ITEMS),
+    _of(
+        "Huber loss over a number of frames",
+        _frames,
+        lambda: {"x": _x(8), "labels": torch.randn(6, 8), "n_frames": torch.tensor([8, 2, 5, 1, 3, 7])},
+        "entries, weighted or counted by 'n_frames',",
+        "time series",
+    ),
+    _of("several exits", _exits, _padded, ITEMS),
+    _of("tokens and samples with uncertainty weights", _uncertainty, lambda: {**_padded(), "label": classes()}, NONE),
+    _of("token cross-entropy + a penalty on weights", _with_penalty("mean"), _padded, ITEMS),
+    _of("token cross-entropy, sum + a penalty on weights", _with_penalty("sum"), _padded, NONE),
+    _of("token cross-entropy + load balance", _balanced, _padded, NONE),
+    _of("hardest half of the batch", _hardest_half, single, NONE),
 )

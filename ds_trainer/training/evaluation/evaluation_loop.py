@@ -179,8 +179,10 @@ class EvalLoop:
         """How the losses of batches make the loss of the dataset; measured once. Collective."""
         trainer, losses, own = self.trainer, self.assembly.losses, self.assembly.overrides_prediction_step
         rule = losses.rule
-        known = rule.weighting if not own or rule.evaluation is None else rule.evaluation
-        if known.settled or (rule.verified and not own) or losses.sharder is not None or losses.packed:
+        known, alike = rule.weighting, rule.weighting.for_evaluation and not own
+        if rule.evaluation is not None:
+            return rule.evaluation
+        if (alike and (known.settled or rule.verified)) or losses.sharder is not None or losses.packed:
             return known
         has_loss = isinstance(inputs, Mapping) and self.assembly.evaluator.has_loss(inputs)
         if not distributed.agree(torch.tensor([int(has_loss)]))[0]:
@@ -193,13 +195,11 @@ class EvalLoop:
 
         with plain_attributes_restored(trainer):
             more = partial(two_samples, self.loader, rule.count)
-            known = measured_weighting(loss_of, model, inputs, rule.count, more)
+            found = measured_weighting(loss_of, model, inputs, rule.count, more)
         losses.sources.take()  # of no batch
-        if own:
-            rule.evaluation = known
-        else:
-            rule.use(known)
-        return known
+        if found.settled:
+            rule.evaluation = found
+        return found
 
     def _add_loss(self, loss: Any, items: torch.Tensor, dummy: bool) -> torch.Tensor | None:
         """Let the loss of a batch with ``items`` count, unless it is a dummy; returns the loss as a scalar."""

@@ -82,8 +82,8 @@ class FirstLoss:
         """Measure what the losses of micro-batches are the mean of, and count the step by that. Collective."""
         losses, rule = self._losses, self._losses.rule
         rule.verified = True
-        if not (rule.weighting.settled or losses.sharder is not None or losses.packed):
-            rule.use(self._measured(model, inputs))  # shards and packed rows are text, whose items are tokens
+        if not (rule.weighting.settled or losses.sharder is not None):
+            rule.use(self._measured(model, inputs))  # shards are text, whose items are tokens
             if not rule.weighting.settled:
                 losses.look_again()
         if rule.weighting.count is not rule.count:
@@ -94,7 +94,8 @@ class FirstLoss:
 
         def loss_of(part: Any) -> torch.Tensor:
             losses.sources.ids = None
-            return torch.as_tensor(losses.of(self._method, model, copy.copy(part), self._count.detach()))
+            with losses.sharded(part):  # the samples of packed rows
+                return torch.as_tensor(losses.of(self._method, model, copy.copy(part), self._count.detach()))
 
         def more() -> Any:
             batch = two_samples(losses.loader, rule.count)
@@ -106,7 +107,8 @@ class FirstLoss:
         plain = self._prepare.__module__.startswith(__name__.partition(".")[0])
         ids = losses.sources.ids
         with nullcontext() if of_user is None else plain_attributes_restored(of_user):
-            found = measured_weighting(loss_of, model, inputs, rule.count, more if plain else None)
+            more_samples = more if plain and not losses.packed else None
+            found = measured_weighting(loss_of, model, inputs, rule.count, more_samples, True, rule.kept)
         losses.sources.ids = ids
         return found
 

@@ -1,6 +1,6 @@
 """Measures what the loss of a micro-batch is: a mean over samples, over items, over something else, a sum, or neither.
 
-A few samples of a batch are computed together and in parts, in two ways, without dropout and without gradients. With
+A few samples of a batch are computed together and in parts, in one or two ways, without gradients. With
 the losses ``l_p`` of the parts and their counts ``c_p``, a mean over what ``c`` counts is ``sum_p c_p l_p / sum_p c_p``
 for all samples together; a sum is ``sum_p l_p``. Candidates for which this does not hold are rejected; of
 the others, the first one is right, or nothing that the batch contains can tell it from the right one.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +27,12 @@ from ds_trainer.training.loop.batch_splitting import NotSplittable, samples_of_b
 from ds_trainer.training.loop.batches import labels_in
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting
-from ds_trainer.training.loop.loss_unit import SAMPLES, units_of
+from ds_trainer.training.loop.loss_unit import SAMPLES, Unit, units_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import CHECK, get_logger
-from ds_trainer.utils.row_random import SameForRows
+from ds_trainer.utils.row_random import DrawsOfSamples
 from ds_trainer.utils.seeds import random_state, restore_random_state
-from ds_trainer.utils.undisturbed import train_but_for_statistics, undisturbed
+from ds_trainer.utils.undisturbed import train_but_for_noise, undisturbed
 
 logger = get_logger(__name__)
 
@@ -45,88 +46,121 @@ _SPLITS: Mapping[int, tuple[tuple[list[int], list[int]], ...]] = {
 """By the number of samples: two ways to cut them in two parts. Pairs, where possible: some losses need two samples."""
 
 
-class _Found(NamedTuple):
-    """The losses of one rank: of all samples, and of the parts with their counts by candidate."""
-
-    whole: float
-    parts: list[tuple[list[float], list[list[float]]]]
-
-
 def measured_weighting(
     loss_of: Callable[[Any], torch.Tensor | None],
     model: nn.Module,
     batch: Any,
     items: ItemCounter,
     more: Callable[[], Any] | None = None,
+    training: bool = False,
+    kept: Mapping[str, Any] | None = None,
 ) -> Weighting:
     """Measure how losses of micro-batches make the loss of all of them. The same on all ranks. Collective.
 
-    Runs five or ten forward passes of at most four samples, twice if one fails; afterwards model and random generators
-    are as before.
+    Runs three to seven forward passes of at most four samples; as many in the other mode if one fails, or draws random
+    numbers that cannot be repeated. Afterwards model and random generators are as before.
 
     Args:
         loss_of: the loss of some samples of a batch, as user code gets them. Collective if the model's forward is.
-        model: the model or its engine, which is put in evaluation mode meanwhile.
-        batch: a micro-batch of this rank; that of the main process is measured.
+        model: the model or its engine.
+        batch: a micro-batch of this rank; that of the first rank whose samples can tell is measured.
         items: counts the items of a batch, the first candidate.
-        more: reads a batch of two samples that differ, for a ``batch`` that cannot tell; None if there is no dataset.
+        more: reads a batch of two samples that differ, if no ``batch`` can tell; None if there is no dataset.
+        training: whether the losses are those of a training: the model is in training mode, but for dropout modules and
+            statistics of batches. Otherwise it is in evaluation mode.
+        kept: :meth:`Weighting.to_json` of a checkpoint, which counts as long as the losses agree with it.
     """
+    before = None if kept is None else weighting_from(kept, items)
     with undisturbed(model):
-        if more is not None and distributed.rank() == 0 and not _can_tell(batch, items):
-            try:
-                batch = more() or batch
-            except Exception as problem:  # samples of the data set that no batch has together may not fit into one
-                logger.debug("Two samples of the data set make no batch: %s", problem)
-        # All ranks compute the same samples: their passes communicate alike, and fail alike, under ZeRO-3 too.
-        device = _device_of(batch)
-        whole, reason = distributed.broadcast_object(_most_different(batch, items) if distributed.rank() == 0 else None)
-        whole = on_device(whole, device)
-        known, own = units_of(whole, items.label_names, getattr(base_model(model), "config", None))
-        units: list[Any] = [*known, items, SAMPLES, *own]
-        parts = [] if whole is None else _parts_of(whole)
-        found, error, draws = None, "", False
-        if parts:
-            found, error, draws = _run(loss_of, whole, parts, units)
-            if distributed.agree(torch.tensor([int(bool(error))]))[0]:  # some models have a loss in training mode only
-                train_but_for_statistics(model)
-                found, error, draws = _run(loss_of, whole, parts, units)
-    residuals = [_residual(found, index) for index in range(len(units))] if found else [-1.0] * len(units)
-    residuals.append(_residual(found, None) if found else -1.0)  # of a sum
-    votes = distributed.largest(torch.tensor([*residuals, float(bool(error)), float(draws)], dtype=torch.float64))
-    *residuals, failed, drawn = votes.tolist()
-    bound = _tolerance(model)
-    # A candidate that rounding explains still loses to one that fits far better.
-    bound = min(bound, max(bound / 20, 10 * min(residuals)))
-    fits = [index for index, residual in enumerate(residuals) if residual <= bound]
-    name = type(base_model(model)).__name__
+        whole, reason = _samples(batch, items, more)
+        first, own = units_of(whole, items.label_names, getattr(base_model(model), "config", None))
+        units: list[Any] = [*([] if before is None else [before.count]), *first, items, SAMPLES, *own]
+        found = None
+        for mode in (training, not training) if whole is not None else ():
+            (train_but_for_noise if mode else nn.Module.eval)(model)
+            found = _Passes(loss_of, model, whole, units, mode)
+            found.run()
+            if not found.error and (found.fits or not found.drew or found.repeats):
+                break
+    verdict = _verdict(type(base_model(model)).__name__, found, units, items, reason, before)
+    # Of a loss that is not additive, an evaluation would say the same again.
+    return replace(verdict, for_evaluation=found is None or found.for_evaluation or not verdict.additive)
+
+
+def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None) -> tuple[Any, str]:
+    """The samples to measure, the same on all ranks, and why there are none. Collective.
+
+    All compute the same: their passes communicate alike, and fail alike, under ZeRO-3 too.
+    """
+    world, rank = distributed.world_size(), distributed.rank()
+    [first] = distributed.agree(torch.tensor([world - rank if _can_tell(batch, items) else 0]))
+    source = world - first if first else 0
+    if more is not None and not first and rank == 0:
+        try:
+            batch = more() or batch
+        except Exception as problem:  # samples of the data set that no batch has together may not fit into one
+            logger.debug("Two samples of the data set make no batch: %s", problem)
+    chosen, reason = distributed.broadcast_object(_most_different(batch, items) if rank == source else None, source)
+    return on_device(chosen, _device_of(batch)), reason
+
+
+def _verdict(
+    name: str, found: _Passes | None, units: list[Any], items: ItemCounter, reason: str, before: Weighting | None
+) -> Weighting:
+    """What the losses of model ``name`` say; logs it on the main process."""
     log = logger.info if distributed.rank() == 0 else logger.debug
-    nearest: Any = min((items, SAMPLES), key=lambda unit: residuals[units.index(unit)])
-    if max(residuals) < 0 or failed or (drawn and not fits):
-        drawing = "it draws random numbers with NumPy or Python" if drawn else "no batch has two samples that can tell"
-        reason = error or reason or ("an error on another rank" if failed else drawing)
-        log("It could not be measured what the loss of %s is the mean of: %s. It counts by items.", name, reason)
-        return Weighting(items, settled=True)
+    warn = logger.warning if distributed.rank() == 0 else logger.debug
+    if found is None or found.error or max(found.residuals) < 0 or (found.foreign and not found.fits):
+        zero = found is not None and not found.error and max(found.residuals) < 0
+        if found is None:
+            reason = reason or "no batch has two samples that can tell"
+        else:
+            drawn = "it draws random numbers with NumPy or Python"
+            reason = found.error or ("its losses are 0 for so few samples" if zero else drawn)
+        counted = before or Weighting(items, settled=not zero)
+        log(_UNKNOWN, name, reason, "as in the checkpoint" if before else "by items")
+        return counted
+    fits, total = found.fits, len(units)
+    if before is not None:
+        if (not fits) if not before.additive else (total if before.summed else 0) in fits:
+            return before
+        warn(_CHANGED, name, "a sum" if before.summed else f"weighted by {before.count}", found.numbers())
     if not fits:
-        if distributed.rank() == 0:
-            weights = "labels" if nearest is items and _has_tokens(whole, items) else "samples"
-            logger.warning(_NOT_ADDITIVE, name, _numbers(found), weights)
-        return Weighting(nearest, additive=False, settled=True)
-    if fits[0] == len(units):
+        places = {units.index(items): "labels" if _has_tokens(found.whole, items) else "samples", total: "sum"}
+        places = {units.index(SAMPLES): "samples", **places}
+        # To add up what is no sum multiplies the gradient, so it must be far nearer.
+        nearest = min(places, key=lambda index: found.residuals[index] * (5 if index == total else 1))
+        how = "these are added up" if nearest == total else f"these are weighted by their {places[nearest]}"
+        warn(_NOT_ADDITIVE, name, found.numbers(), how)
+        if nearest == total:
+            return Weighting(items, summed=True, additive=False, settled=True)
+        return Weighting(units[nearest], additive=False, settled=True)
+    if fits[0] == total:
         log("The loss of %s is a sum: the losses of micro-batches are added up.", name, extra={CHECK: "loss"})
         return Weighting(items, summed=True, settled=True)
-    different = any(_differ(found, fits[0], index) for index in fits[1:] if index < len(units))
     both = {units.index(items), units.index(SAMPLES)} <= set(fits)
-    ambiguous = distributed.agree(torch.tensor([int(different or (both and _has_tokens(whole, items)))]))[0]
+    ambiguous = found.is_ambiguous() or (both and _has_tokens(found.whole, items))
     if units[fits[0]] is not items:
         text = "The loss of %s is a mean over %s: micro-batches are weighted by their number."
         log(text, name, units[fits[0]], extra={CHECK: "loss"})
     return Weighting(units[fits[0]], settled=not ambiguous)
 
 
+def weighting_from(kept: Mapping[str, Any], items: ItemCounter) -> Weighting:
+    """The weighting that :meth:`Weighting.to_json` wrote."""
+    unit = items if kept["unit"] is None else Unit(**kept["unit"])
+    return Weighting(unit, bool(kept["summed"]), bool(kept["additive"]), settled=True)
+
+
+_UNKNOWN = "It could not be measured what the loss of %s is the mean of: %s. It counts %s."
+_CHANGED = (
+    "The loss of %s is not what it was when the checkpoint was written (%s)%s. It is weighted as it is now; if the "
+    "code of the loss is the same, compare the batches."
+)
 _NOT_ADDITIVE = (
     "The loss of %s for some samples does not follow from the losses of parts of them%s: loss, gradient and eval_loss "
-    "depend on which samples share a micro-batch (per_device_train_batch_size, per_device_eval_batch_size; these are "
-    "weighted by their %s), so keep these sizes when ranks or accumulation change, or return a sum divided by "
+    "depend on which samples share a micro-batch (per_device_train_batch_size, per_device_eval_batch_size; "
+    "%s), so keep these sizes when ranks or accumulation change, or return a sum divided by "
     "num_items_in_batch."
 )
 
@@ -175,25 +209,6 @@ def _keys(batch: Any, items: ItemCounter) -> list[tuple[float, float]]:
     return list(zip(counts, sums.tolist(), strict=True))
 
 
-def _run(
-    loss_of: Callable[[Any], torch.Tensor | None], whole: Any, parts: list[tuple[Any, Any]], units: list[Any]
-) -> tuple[_Found | None, str, bool]:
-    """The losses of this rank (None if it cannot compare any), what went wrong, and whether Python or NumPy drew."""
-    passes = [whole, *(part for pair in parts for part in pair)]
-    start = random_state()
-    losses, error, end = _losses(loss_of, passes, start)
-    changed = torch.tensor([int(not torch.equal(start["torch"], end["torch"]) or not _same_cuda(start, end))])
-    draws = start["python"] != end["python"] or not np.array_equal(start["numpy"][1], end["numpy"][1])
-    draws = draws or start["numpy"][2] != end["numpy"][2]
-    if distributed.agree(changed)[0]:
-        losses, error, _ = _losses(loss_of, passes, start, same_for_rows=True)
-    if error:
-        return None, error, draws
-    counts = [[[float(unit.rows(part).sum()) for part in pair] for unit in units] for pair in parts]
-    found = [(losses[1 + 2 * index : 3 + 2 * index], pair) for index, pair in enumerate(counts)]
-    return _Found(losses[0], found), "", draws
-
-
 def _most_different(batch: Any, items: ItemCounter) -> tuple[Any, str]:
     """The samples of ``batch`` that differ most, at most four, in host memory; or None and why there are none."""
     if not isinstance(batch, Mapping) or isinstance(batch, Dummy) or number_of_samples(batch) < 2:
@@ -207,54 +222,155 @@ def _most_different(batch: Any, items: ItemCounter) -> tuple[Any, str]:
     return on_device(chosen, torch.device("cpu")), ""
 
 
-def _parts_of(whole: Any) -> list[tuple[Any, Any]]:
-    splits = _SPLITS[number_of_samples(whole)]
-    return [(samples_of_batch(whole, one), samples_of_batch(whole, two)) for one, two in splits]
-
-
 def _device_of(batch: Any) -> torch.device:
     values = batch.values() if isinstance(batch, Mapping) else ()
     return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
 
 
-def _losses(
-    loss_of: Callable[[Any], torch.Tensor | None], passes: list[Any], start: dict[str, Any], same_for_rows: bool = False
-) -> tuple[list[float], str, dict[str, Any]]:
-    """The loss of each batch with the same random numbers, the first error, and the random state after the first."""
-    losses, error, end = [], "", start
-    for index, batch in enumerate(passes):
-        restore_random_state(start)
+class _Passes:
+    """Losses of some samples and of parts of them, in the mode that the model is in.
+
+    Args:
+        loss_of, model: see :func:`measured_weighting`.
+        whole: two to four samples.
+        units: the candidates.
+        training: whether the model is in training mode.
+
+    Attributes:
+        whole: see above.
+        residuals: how far the loss of all is from the mean of the parts by each candidate, and from their sum: relative
+            to the largest loss, the largest of all ranks; -1 if the losses are 0.
+        fits: the candidates for which rounding explains it; the number of them stands for the sum.
+        error: the first one on this or another rank; empty without.
+        drew, foreign: whether random numbers were drawn, and whether by NumPy or Python.
+        repeats: whether each sample drew the same ones in all passes, as far as that is known.
+        for_evaluation: whether the result is known to hold in evaluation mode.
+    """
+
+    def __init__(
+        self, loss_of: Callable[[Any], Any], model: nn.Module, whole: Any, units: list[Any], training: bool
+    ) -> None:
+        self.whole, self._loss_of, self._model, self._training = whole, loss_of, model, training
+        self._splits = _SPLITS[number_of_samples(whole)]
+        self._parts = [[samples_of_batch(whole, rows) for rows in split] for split in self._splits]
+        self._counts = [[[float(unit.rows(part).sum()) for part in pair] for unit in units] for pair in self._parts]
+        self._start = random_state()
+        self._losses: list[float] = []
+        self.error, self.drew, self.foreign = "", False, False
+        self.residuals: list[float] = []
+        self.fits: list[int] = []
+        self.repeats, self.for_evaluation = False, not training
+
+    def run(self) -> None:
+        """Compute the losses. Collective."""
+        everything = list(range(number_of_samples(self.whole)))
+        self._add(everything, self.whole, None)
+        start, end = self._start, random_state()
+        drew = not torch.equal(start["torch"], end["torch"]) or not _same_cuda(start, end)
+        foreign = start["python"] != end["python"] or not np.array_equal(start["numpy"][1], end["numpy"][1])
+        foreign = foreign or start["numpy"][2] != end["numpy"][2]
+        drew, foreign = map(bool, distributed.agree(torch.tensor([int(drew), int(foreign)])))
+        self.drew, self.foreign = drew or foreign, foreign
+        draws = DrawsOfSamples(len(everything)) if drew else None
+        while True:
+            if draws is not None:
+                self._losses = []
+                self._add(everything, self.whole, draws)
+            self._add_split(0, draws)
+            if (self.fits or max(self.residuals) < 0) and len(self._splits) > 1:
+                self._add_last_split(draws)
+            if draws is None or not distributed.agree(torch.tensor([int(not draws.fits)]))[0]:
+                break
+            draws = draws.by_row()
+        self.repeats = not foreign and draws is not None and bool(draws.drawn) and not draws.hidden
+        if self._training and not drew and len(self._splits) == 1 and self.fits:
+            self._model.eval()  # a part of one sample would not tell
+            trained = self._losses[0]
+            self._add(everything, self.whole, None)
+            evaluated = self._losses.pop()
+            near = abs(trained - evaluated) <= _tolerance(self._model) * max(abs(trained), abs(evaluated))
+            self.for_evaluation = not distributed.agree(torch.tensor([int(not near)]))[0]
+
+    def _add_last_split(self, draws: DrawsOfSamples | None) -> None:
+        """Add the second split: in evaluation mode, to see whether that is the same, unless random numbers differ."""
+        if not self._training or draws is not None:
+            return self._add_split(1, draws)
+        self._model.eval()
+        first = self.fits
+        self._add_split(1, None)
+        self.for_evaluation = bool(self.fits)
+        if not self.fits and not self.error:
+            train_but_for_noise(self._model)
+            del self._losses[3:]
+            self.fits = first
+            self._add_split(1, None)
+
+    def _add_split(self, index: int, draws: DrawsOfSamples | None) -> None:
+        for rows, part in zip(self._splits[index], self._parts[index], strict=True):
+            self._add(rows, part, draws)
+        self._judge()
+
+    def _add(self, rows: list[int], batch: Any, draws: DrawsOfSamples | None) -> None:
+        """Add the loss of ``batch``, with the same random numbers as before."""
+        restore_random_state(self._start)
         try:
-            with SameForRows() if same_for_rows else nullcontext():
-                loss = loss_of(batch)
-            losses.append(float("nan") if loss is None else float(loss.detach().mean()))
+            with nullcontext() if draws is None else draws.of(rows):
+                loss = self._loss_of(batch)
+            self._losses.append(float("nan") if loss is None else float(loss.detach().mean()))
         except Exception as problem:  # a loss may need more samples than a part has; the real pass comes later
-            losses.append(float("nan"))
-            error = error or f"{type(problem).__name__}: {problem}".split("\n")[0].rstrip(".")
-        end = random_state() if index == 0 else end
-    return losses, error, end
+            self._losses.append(float("nan"))
+            self.error = self.error or f"{type(problem).__name__}: {problem}".split("\n")[0].rstrip(".")
+
+    def _judge(self) -> None:
+        """Compare the losses so far. Collective."""
+        own = [self._residual(index) for index in [*range(len(self._counts[0])), None]]
+        votes = distributed.largest(torch.tensor([*own, float(bool(self.error))], dtype=torch.float64)).tolist()
+        self.residuals, failed = votes[:-1], votes[-1]
+        if failed and not self.error:
+            self.error = "an error on another rank"
+        bound = _tolerance(self._model)
+        # A candidate that rounding explains still loses to one that fits far better.
+        bound = min(bound, max(bound / 20, 10 * min(self.residuals)))
+        self.fits = [index for index, residual in enumerate(self.residuals) if residual <= bound]
+
+    def is_ambiguous(self) -> bool:
+        """Whether candidates that fit weight some parts differently, so that one of them is wrong."""
+        return any(self._differ(self.fits[0], index) for index in self.fits[1:])
+
+    def numbers(self) -> str:
+        """The first losses, for a message."""
+        return " ({:.4g}; parts {:.4g} and {:.4g})".format(*self._losses[:3])
+
+    def _residual(self, unit: int | None) -> float:
+        """How far the loss of all samples is from the mean of the parts, or their sum: relative, -1 if they are 0."""
+        worst, whole = -1.0, self._losses[0]
+        for index in range((len(self._losses) - 1) // 2):
+            losses = self._losses[1 + 2 * index : 3 + 2 * index]
+            scale = max(abs(loss) for loss in (whole, *losses) if loss == loss) if whole == whole else 0.0
+            if not _SMALLEST < scale < float("inf"):
+                continue
+            if unit is None:
+                mean = sum(losses)
+            else:
+                weights = self._counts[index][unit]
+                total = sum(weights)
+                added = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+                mean = added / total if total else float("nan")
+            worst = max(worst, abs(mean - whole) / scale if mean - mean == 0 else float("inf"))
+        return worst
+
+    def _differ(self, one: int, other: int) -> bool:
+        for counts in self._counts:
+            if len(counts) in (one, other):  # the sum
+                return True
+            first, second = (counts[index][0] / (sum(counts[index]) or 1.0) for index in (one, other))
+            if abs(first - second) > _SMALLEST:
+                return True
+        return False
 
 
 def _same_cuda(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return one["cuda"] is None or torch.equal(one["cuda"], two["cuda"])
-
-
-def _residual(found: _Found, unit: int | None) -> float:
-    """How far the loss of all samples is from the mean of the parts, or their sum: relative, -1 if nothing can tell."""
-    worst = -1.0
-    for losses, counts in found.parts:
-        scale = max(abs(loss) for loss in (found.whole, *losses) if loss == loss) if found.whole == found.whole else 0.0
-        if not _SMALLEST < scale < float("inf"):
-            continue
-        if unit is None:
-            mean = sum(losses)
-        else:
-            weights = counts[unit]
-            total = sum(weights)
-            added = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
-            mean = added / total if total else float("nan")
-        worst = max(worst, abs(mean - found.whole) / scale if mean - mean == 0 else float("inf"))
-    return worst
 
 
 def _tolerance(model: nn.Module) -> float:
@@ -264,19 +380,3 @@ def _tolerance(model: nn.Module) -> float:
     if {torch.bfloat16, torch.float16} & kinds or torch.is_autocast_enabled() or (autocast is not None and autocast()):
         return 3e-3
     return 2e-5 if all(parameter.device.type == "cpu" for parameter in model.parameters()) else 2e-4
-
-
-def _differ(found: _Found | None, one: int, other: int) -> bool:
-    """Whether two candidates weight the parts differently, so that one of them is wrong."""
-    for _, counts in () if found is None else found.parts:
-        first, second = (counts[index][0] / (sum(counts[index]) or 1.0) for index in (one, other))
-        if abs(first - second) > _SMALLEST:
-            return True
-    return False
-
-
-def _numbers(found: _Found | None) -> str:
-    if found is None:
-        return ""
-    (one, two), _ = found.parts[0]
-    return f" ({found.whole:.4g}; parts {one:.4g} and {two:.4g})"

@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -154,12 +154,19 @@ class Weighting:
         summed: the losses are sums; they are added up.
         additive: whether the loss of all follows from them.
         settled: whether that is measured (:mod:`ds_trainer.training.loop.loss_measurement`).
+        for_evaluation: whether it is known to hold in evaluation mode too.
     """
 
     count: Callable[[Any], torch.Tensor]
     summed: bool = False
     additive: bool = True
     settled: bool = False
+    for_evaluation: bool = True
+
+    def to_json(self) -> dict[str, Any] | None:
+        """For a checkpoint; None if it is not measured."""
+        unit = asdict(self.count) if is_dataclass(self.count) and not isinstance(self.count, type) else None
+        return {"unit": unit, "summed": self.summed, "additive": self.additive} if self.settled else None
 
 
 class LossRule:
@@ -174,7 +181,8 @@ class LossRule:
     Attributes:
         weighting: how losses make the loss of the global batch if they do not use the count.
         weight: what a micro-batch counts in the global batch: its items, or that weight if the loss does not use them.
-        evaluation: the same for the losses of a subclass's ``prediction_step``; None: not measured.
+        evaluation: the same for the losses of evaluations; None: not measured.
+        kept: the weighting of the checkpoint that the run resumes from (:meth:`Weighting.to_json`).
         verified: whether nothing is left to find out on the first batch.
         replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
         scale: the factor by which ``compute_loss`` multiplies its result because transformers averages over ranks.
@@ -189,6 +197,7 @@ class LossRule:
         self.auxiliary = auxiliary
         self._claimed = claimed
         self.evaluation: Weighting | None = None
+        self.kept: Mapping[str, Any] | None = None
         self.use(Weighting(count))
         self.verified = False
 
@@ -214,6 +223,10 @@ class LossRule:
         self.normalized, self.verified = False, scaled
         self.replicas = replicas if scaled else None
         self.use(self.weighting)
+
+    def to_json(self) -> Mapping[str, Any] | None:
+        """What a checkpoint keeps: the weighting, if it is measured."""
+        return None if self.normalized else self.weighting.to_json() or self.kept
 
     def use(self, weighting: Weighting) -> None:
         """Weight the losses that do not use the count like this."""

@@ -92,14 +92,23 @@ def units_of(batch: Any, label_names: Sequence[str], config: Any) -> tuple[list[
             if type(known) is int and value.dim() > 2:
                 preferred.append(Unit(key, known))
             shifts = (False, True) if value.dim() > 1 and not value.is_floating_point() else (False,)
-            others += [Unit(key, entry, shift) for shift in shifts for entry in ignored]
-        elif ("weight" in str(key) and value.is_floating_point()) or ("length" in str(key) and value.dim() == 1):
-            others.append(Unit(key, summed=True, parts=_FRACTIONS if value.is_floating_point() else 1))
-        elif value.dim() > 1 and ("mask" in str(key) or value.dtype is torch.bool):
+            # 0 is a class if there is one label for each sample.
+            others += [Unit(key, entry, shift) for shift in shifts for entry in ignored if value.dim() > 1 or entry < 0]
+        elif "weight" in str(key) and value.is_floating_point():
+            others.append(Unit(key, summed=True, parts=_FRACTIONS))
+        elif value.dim() == 1 and not value.is_floating_point() and value.dtype is not torch.bool:
+            others.append(Unit(key, summed=True))  # lengths
+        elif value.dim() > 1 and ("mask" in str(key) or value.dtype is torch.bool or _is_mask(value)):
             others += [Unit(key), Unit(key, shifted=True)]
         elif value.dim() == 2 and not value.is_floating_point():  # tokens, which may be the labels too
             others += [Unit(key, entry, shift) for shift in (False, True) for entry in ignored]
+        elif value.dim() > 1 and value.is_floating_point():
+            others += [Unit(key, entry) for entry in (IGNORED, -1) if bool(value.eq(entry).any())]  # padding
     return preferred, others
+
+
+def _is_mask(value: torch.Tensor) -> bool:
+    return value.is_floating_point() and bool((value.eq(0) | value.eq(1)).all())
 
 
 def _entries(value: Any) -> int:

@@ -13,6 +13,7 @@ from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.batch_plan import BatchPlan
+from ds_trainer.training.loop.loss_computation import LossComputation
 from ds_trainer.training.loop.run_plan import RunPlan
 
 
@@ -33,6 +34,7 @@ class TrainingRun:
         device: the device of this rank.
         fingerprint: the compatibility fingerprint (:func:`compatibility_of`).
         log: logs values (``Trainer.log``).
+        losses: computes the losses; what they are the mean of is part of a checkpoint.
         final_metrics: further metrics of the whole training: loading of the model, memory.
     """
 
@@ -50,6 +52,7 @@ class TrainingRun:
     fingerprint: dict[str, Any]
     log: Callable[..., None]
     final_metrics: Callable[[], dict[str, Any]]
+    losses: LossComputation
 
     @property
     def is_main_process(self) -> bool:

@@ -137,6 +137,7 @@ class Checkpointer:
         same_layout = manager.is_same_layout(manifest)
         self.cursor = self._new_cursor(at, resumption.reader_state(run.loader, at, manifest, same_layout))
         self.guard = self._new_guard((resumption.run or {}).get("divergence"))
+        run.losses.rule.kept = (resumption.run or {}).get("loss")
         self._print(report(run, resumption, changes, manifest, self.cursor))
 
     def _new_cursor(self, at: DataPosition | None, reader_state: dict[str, Any] | None) -> DataCursor:

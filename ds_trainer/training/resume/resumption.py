@@ -68,6 +68,7 @@ def run_files(
         "data": cursor.position.to_json(),
         "evaluation_is_due": evaluation_is_due,
         "divergence": guard.to_json(),
+        "loss": run.losses.rule.to_json(),
     }
     return [
         InMemoryFile(RUN_FILE, (json.dumps(content, indent=2) + "\n").encode()),

@@ -13,7 +13,7 @@ from torch import nn
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.data.columns import find_label_names
 from ds_trainer.training.loop.batch_splitting import samples_of_batch
-from ds_trainer.training.loop.loss_measurement import measured_weighting
+from ds_trainer.training.loop.loss_measurement import measured_weighting, weighting_from
 from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting, loss_in, loss_rule_of
 from ds_trainer.utils.seeds import random_state
 from tests.support.loss_functions import NONE, SUM, Head, LossCase, ctc
@@ -140,7 +140,7 @@ def wrongly_trained(name: str, output_dir: str) -> tuple[float, float, float]:
     from ds_trainer.training.loop import first_loss
 
     real = first_loss.measured_weighting
-    first_loss.measured_weighting = lambda loss_of, model, batch, items, more: Weighting(items, settled=True)
+    first_loss.measured_weighting = lambda loss_of, model, batch, items, *more: Weighting(items, settled=True)
     try:
         return trained(name, output_dir, 3, 2, 0)[:3]
     finally:
@@ -211,6 +211,118 @@ def test_a_loss_that_needs_two_samples_is_measured_with_two(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "ds_trainer"):
         found = measured(CASES[0], Head(loss), few)
     assert isinstance(found.count, ItemCounter) and "one sample has no pair" in caplog.text
+
+
+class OtherInTraining(Head):
+    """A mean over samples in training, over labels in evaluation; in training it draws, and keeps a queue if asked."""
+
+    def __init__(self, queues: bool) -> None:
+        super().__init__(lambda z, labels: z.sum())
+        self.queues = queues
+        self.register_buffer("queue", torch.ones(4, 5))
+
+    def forward(self, x: torch.Tensor, labels: Any = None, **batch: Any) -> dict[str, torch.Tensor]:
+        logits = self.layer(nn.functional.dropout(x, 0.1, self.training))
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        used = (labels != -100).sum(1)
+        loss = (losses.sum(1) / used).mean() if self.training else losses.sum() / used.sum()
+        if self.queues and self.training:
+            loss = loss + (logits.mean(1) @ self.queue.T).mean()
+            self.queue = torch.cat([logits.mean(1).detach(), self.queue])[:4]
+        return {"loss": loss, "logits": logits}
+
+
+def test_training_and_evaluation_may_be_means_of_different_things() -> None:
+    torch.manual_seed(1)
+    batch, model = BY_NAME["token cross-entropy"].batch(), OtherInTraining(queues=False)
+    items = loss_rule_of(model, ["labels"]).count
+
+    def loss_of(part: Any) -> torch.Tensor:
+        return loss_in(model(**part), model, part)
+
+    trained = measured_weighting(loss_of, model, batch, items, training=True)
+    assert (str(trained.count), trained.for_evaluation, trained.settled) == ("samples", False, True)
+    assert str(measured_weighting(loss_of, model, batch, items).count) == "items"
+    model = OtherInTraining(queues=True)
+    assert not measured_weighting(loss_of, model, batch, items, training=True).additive
+    assert measured_weighting(loss_of, model, batch, items).additive
+    assert torch.equal(model.queue, torch.ones(4, 5))
+
+
+def calls_of(case: LossCase, training: bool) -> int:
+    model, calls = case.model(), []
+    torch.manual_seed(1)
+    batch = case.batch()
+
+    def loss_of(part: Any) -> torch.Tensor:
+        calls.append(1)
+        return loss_in(model(**part), model, part)
+
+    measured_weighting(loss_of, model, batch, loss_rule_of(model, ["labels"]).count, training=training)
+    return len(calls)
+
+
+def test_a_measurement_takes_few_passes() -> None:
+    assert calls_of(BY_NAME["token cross-entropy"], training=True) == 5
+    assert calls_of(BY_NAME["in-batch negatives"], training=True) == 3
+    assert calls_of(BY_NAME["noise drawn in the model"], training=True) == 6
+
+
+def test_a_checkpoint_keeps_what_the_loss_is_the_mean_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The batch after a resume cannot tell, or the loss is another one now: it is said."""
+    case = BY_NAME["CTC, mean"]
+    torch.manual_seed(1)
+    batch, model = case.batch(), case.model()
+    items = loss_rule_of(model, ["labels"]).count
+    found = measured(case, model, batch)
+    kept = found.to_json()
+    assert kept is not None and str(weighting_from(kept, items).count) == "samples"
+    alike = {"x": batch["x"], "labels": torch.randint(1, 5, (6, 3))}
+
+    def loss_of(part: Any) -> torch.Tensor:
+        return loss_in(model(**part), model, part)
+
+    assert str(measured_weighting(loss_of, model, alike, items).count) == "items"
+    again = measured_weighting(loss_of, model, alike, items, kept=kept)
+    assert (str(again.count), again.settled) == ("samples", True)
+    one = samples_of_batch(batch, [0])
+    assert str(measured_weighting(loss_of, model, one, items, kept=kept).count) == "samples"
+    logging.getLogger("ds_trainer").propagate = True
+    model = Head(ctc("sum"))
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        assert measured_weighting(loss_of, model, batch, items, kept=kept).summed
+    assert "is not what it was when the checkpoint was written (weighted by samples)" in caplog.text
+
+
+class Resumed(torch.utils.data.Dataset[Any]):
+    """CTC samples; those after the eighth have labels of one length."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.rows = [{"x": torch.randn(30, 4) * (1 + row), "labels": torch.randint(1, 5, (8,))} for row in range(16)]
+        for row in range(16):
+            self.rows[row]["labels"][1 + (row if row < 8 else 3) :] = -100
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def test_a_resumed_run_weights_its_losses_as_before(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=4, save_steps=2, use_cpu=True, disable_tqdm=True,
+        report_to="none", train_sampling_strategy="sequential",
+    )  # fmt: skip
+    rules = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        trainer = Trainer(Head(ctc("mean")), args, train_dataset=Resumed())
+        trainer.train(checkpoint)
+        rules.append(trainer._ds_trainer.losses.rule)
+        trainer.engine.close()
+    assert [str(rule.weighting.count) for rule in rules] == ["samples", "samples"]
+    assert rules[0].kept is None and rules[1].kept == rules[0].weighting.to_json()
 
 
 class InTraining(Head):
