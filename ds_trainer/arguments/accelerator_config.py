@@ -17,7 +17,7 @@ from ds_trainer.arguments.checks.type_checks import located
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import read_user_file
+from ds_trainer.utils.files import read_user_file, shortened
 from ds_trainer.utils.problems import Problems
 
 if TYPE_CHECKING:
@@ -184,9 +184,9 @@ def _of_text(text: str) -> tuple[dict[str, Any], str]:
     if text.lstrip().startswith("{"):
         try:
             return dict(json.loads(text)), "accelerator_config"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{source} is not valid JSON ({error}); write it like '{{\"split_batches\": false}}'."
+                f"{shortened(source)} is not valid JSON ({error}); write it like '{{\"split_batches\": false}}'."
             ) from None
     root, problems = read_yaml(read_user_file(text, source, "JSON or YAML file"), text)  # JSON is YAML too
     if problems:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -45,7 +44,7 @@ from ds_trainer.arguments.redefined import left_to_others
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import read_user_file
+from ds_trainer.utils.files import read_user_file, read_user_json
 
 
 def HfArg(
@@ -282,10 +281,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Like :meth:`parse_dict`, from a JSON file. Also raises ConfigError if it cannot be read."""
         name = os.fspath(json_file)
-        try:
-            values = json.loads(read_user_file(name, name, "JSON file"))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
+        values = read_user_json(name, name)
         if not isinstance(values, dict):
             raise ConfigError(f"{name}: expected a mapping of argument names to values.")
         return self._from_values(values, dict.fromkeys(values, name), [], allow_extra_keys)

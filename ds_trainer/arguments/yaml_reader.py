@@ -15,8 +15,10 @@ from typing import Any
 import yaml
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import shortened
 
 _PREFIX = "tag:yaml.org,2002:"
+_MOST_CHARACTERS, _MOST_VALUES = 2**19, 100_000
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
 
 
@@ -65,28 +67,33 @@ def read_yaml(text: str, name: str) -> tuple[Located, list[str]]:
     Raises:
         ConfigError: the text is not valid YAML.
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{name}: longer than {_MOST_CHARACTERS:,} characters, too long for a file of settings.")
+    problems: list[str] = []
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
+        if node is None:
+            return Located({}, f"{name}:1"), []
+        return _Tree(name, problems).located(node, ()), problems
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply.") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{name}{line}: not valid YAML: {_reason(error)}") from error
     except yaml.YAMLError as error:  # a character that YAML forbids; the message names its position
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
-    if node is None:
-        return Located({}, f"{name}:1"), []
-    problems: list[str] = []
-    return _located(node, name, problems, ()), problems
 
 
 def read_command_line_value(text: str) -> Located:
     """One value from the command line: parsed if it is YAML (``[a, b]``, ``1e-3``), else the text as it is."""
-    try:
-        node = yaml.compose(text, Loader=_CoreLoader)
-    except yaml.YAMLError:
-        node = None  # not YAML, for example the prompt "def f(x": taken as it is
     problems: list[str] = []
-    value = _located(node, "", problems, ()) if node is not None else None
+    value = None
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader) if len(text) <= _MOST_CHARACTERS else None
+        value = _Tree("", problems).located(node, ()) if node is not None else None
+    except (yaml.YAMLError, RecursionError, ConfigError):
+        pass  # not YAML, for example the prompt "def f(x": taken as it is
     if value is None or problems:
         return Located(text, "command line", text)
     quoted = isinstance(value.value, str) and value.text is None
@@ -103,47 +110,61 @@ def _moved(located: Located, text: str | None) -> Located:
     return Located(value, "command line", text)
 
 
-def _located(node: yaml.Node, name: str, problems: list[str], above: tuple[yaml.Node, ...]) -> Located:
-    where = f"{name}:{node.start_mark.line + 1}"
-    if any(node is ancestor for ancestor in above):
-        problems.append(f"{where}: an alias refers to a value that contains it.")
-        return Located(None, where)
-    below = (*above, node)
-    if isinstance(node, yaml.SequenceNode):
-        return Located([_located(entry, name, problems, below) for entry in node.value], where)
-    if isinstance(node, yaml.MappingNode):
-        return Located(_mapping(node, name, problems, below), where)
-    assert isinstance(node, yaml.ScalarNode)  # the third and last kind of node
-    kind = node.tag.removeprefix(_PREFIX)
-    if kind not in ("null", "bool", "int", "float", "str"):
-        problems.append(f"{where}: the tag {node.tag!r} is not supported; write the value without it.")
-        kind = "str"
-    try:
-        return Located(_scalar(kind, node.value), where, node.value if node.style is None else None)
-    except ValueError:  # an explicit tag such as !!int on other text
-        problems.append(f"{where}: {node.value!r} is not a valid {kind}.")
-        return Located(None, where)
+class _Tree:
+    """Turns the nodes of a document into located values; aliases become copies."""
 
+    def __init__(self, name: str, problems: list[str]) -> None:
+        self._name, self._problems = name, problems
+        self._count = 0
 
-def _mapping(
-    node: yaml.MappingNode, name: str, problems: list[str], below: tuple[yaml.Node, ...]
-) -> dict[str, Located]:
-    entries: dict[str, Located] = {}
-    lines: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            problems.append(f"{name}:{line}: a key must be text, not a list or a mapping.")
-            continue
-        key = str(key_node.value)
-        if key in lines:
-            problems.append(f"{name}:{line}: duplicate key {key!r}, first given on line {lines[key]}; remove one.")
-            continue
-        lines[key] = line
-        value = _located(value_node, name, problems, below)
-        # Readers look at the key's line, also if the value is a block that begins below it.
-        entries[key] = Located(value.value, f"{name}:{line}", value.text)
-    return entries
+    def located(self, node: yaml.Node, above: tuple[yaml.Node, ...]) -> Located:
+        """The value of ``node``; ``above`` are the nodes that contain it.
+
+        Raises:
+            ConfigError: aliases expand to too many values.
+        """
+        name, problems = self._name, self._problems
+        self._count += 1
+        where = f"{name}:{node.start_mark.line + 1}"
+        if self._count > _MOST_VALUES:
+            raise ConfigError(f"{where}: more than {_MOST_VALUES:,} values; do its aliases (*name) repeat each other?")
+        if any(node is ancestor for ancestor in above):
+            problems.append(f"{where}: an alias refers to a value that contains it.")
+            return Located(None, where)
+        below = (*above, node)
+        if isinstance(node, yaml.SequenceNode):
+            return Located([self.located(entry, below) for entry in node.value], where)
+        if isinstance(node, yaml.MappingNode):
+            return Located(self._mapping(node, below), where)
+        assert isinstance(node, yaml.ScalarNode)  # the third and last kind of node
+        kind = node.tag.removeprefix(_PREFIX)
+        if kind not in ("null", "bool", "int", "float", "str"):
+            problems.append(f"{where}: the tag {node.tag!r} is not supported; write the value without it.")
+            kind = "str"
+        try:
+            return Located(_scalar(kind, node.value), where, node.value if node.style is None else None)
+        except ValueError:  # an explicit tag such as !!int on other text, or too many digits for Python
+            problems.append(f"{where}: {shortened(node.value, 80)!r} is not a valid {kind}.")
+            return Located(None, where)
+
+    def _mapping(self, node: yaml.MappingNode, below: tuple[yaml.Node, ...]) -> dict[str, Located]:
+        name, problems = self._name, self._problems
+        entries: dict[str, Located] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                problems.append(f"{name}:{line}: a key must be text, not a list or a mapping.")
+                continue
+            key = str(key_node.value)
+            if key in lines:
+                problems.append(f"{name}:{line}: duplicate key {key!r}, first given on line {lines[key]}; remove one.")
+                continue
+            lines[key] = line
+            value = self.located(value_node, below)
+            # Readers look at the key's line, also if the value is a block that begins below it.
+            entries[key] = Located(value.value, f"{name}:{line}", value.text)
+        return entries
 
 
 def _scalar(kind: str, text: str) -> Any:

@@ -13,6 +13,8 @@ from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.monitor.step_line import phrases, step_line
 from ds_trainer.monitor.units import human_duration
+from ds_trainer.utils.printable import one_line
+from ds_trainer.utils.secrets import redacted
 
 # Short enough to leave the bar some width on 80 columns: all other values are in the lines above it.
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -78,7 +80,7 @@ class _LogPrinter(TrainerCallback):
 
         The estimate includes evaluations and saves at the rate seen so far.
         """
-        line = step_line(logs, state.global_step, state.max_steps, max_str_len)
+        line = one_line(redacted(step_line(logs, state.global_step, state.max_steps, max_str_len)))
         if self._began is None or ("train_runtime" in logs and "loss" not in logs):  # the summary has its own times
             return line
         (began, first_step), step = self._began, state.global_step

@@ -38,6 +38,7 @@ from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, code_of
 from ds_trainer.utils.outcomes import record_outcome
+from ds_trainer.utils.printable import shown
 from ds_trainer.utils.ranks import likely_rank
 
 SUBCOMMANDS = {
@@ -113,10 +114,10 @@ def print_error(message: str) -> None:
     """
     rank = likely_rank(os.environ)
     if rank == 0:
-        print(f"ds-trainer: {message}", file=sys.stderr, flush=True)
+        print(f"ds-trainer: {shown(message)}", file=sys.stderr, flush=True)
         return
     time.sleep(_MAIN_FIRST_SECONDS)
-    print(f"ds-trainer (rank {rank}): {message}", file=sys.stderr, flush=True)
+    print(f"ds-trainer (rank {rank}): {shown(message)}", file=sys.stderr, flush=True)
 
 
 class _Parser(argparse.ArgumentParser):

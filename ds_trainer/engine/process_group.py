@@ -22,9 +22,8 @@ from ds_trainer.utils.collective_limit import set_collective_limit
 from ds_trainer.utils.connections import end_connections
 from ds_trainer.utils.devices import device_of, export_rank
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.logging import get_logger, hide_in_logs
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
-from ds_trainer.utils.secrets import hide_in_logs
 from ds_trainer.utils.torch_group import prepare_process, start_torch_group
 
 logger = get_logger(__name__)

@@ -7,11 +7,13 @@ the launch with a traceback, and values are escaped neither for the remote shell
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import exists, read_user_file
 
 ENV_FILE_VARIABLE = "DS_ENV_FILE"
 DEFAULT_ENV_FILE = ".deepspeed_env"
@@ -45,10 +47,10 @@ def read_env_files(environment: Mapping[str, str], folders: Sequence[Path]) -> d
     exports: dict[str, str] = {}
     problems = []
     name = environment.get(ENV_FILE_VARIABLE, DEFAULT_ENV_FILE)
-    for path in dict.fromkeys(folder.expanduser() / name for folder in folders):
-        if not path.is_file():
+    for path in dict.fromkeys(Path(os.path.expanduser(folder)) / name for folder in folders):
+        if not exists(path):
             continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(read_user_file(path, str(path), "file of variables").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             key, equals, value = line.partition("=")

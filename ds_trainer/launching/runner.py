@@ -21,6 +21,7 @@ from ds_trainer.launching.restarts import EXCLUDED_AFTER, JobEnd, decide
 from ds_trainer.launching.supervision import Requests, Supervisor, print_message
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import REQUEUE
+from ds_trainer.utils.printable import shown
 
 CLEAN_UP_SECONDS = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -35,7 +36,7 @@ def print_command(request: LaunchRequest) -> None:
     plan = plan_launch(request, os.environ)
     directory = _job_directory(plan)
     variables = {CONNECTION: "1"} if plan.launcher == "pdsh" else {}
-    print(build(plan, directory, variables, os.environ).text())
+    print(shown(build(plan, directory, variables, os.environ).text()))
     if directory.is_dir():
         print(f"The command reads the files in {directory}; remove them afterwards.", file=sys.stderr)
 

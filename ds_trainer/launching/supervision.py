@@ -25,6 +25,7 @@ from ds_trainer.launching.restarts import JobEnd, job_end
 from ds_trainer.utils.errors import listed
 from ds_trainer.utils.exit_codes import DONE
 from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes
+from ds_trainer.utils.printable import shown
 
 POLL_SECONDS = 0.2
 # How long the launcher may continue after a rank has failed.
@@ -35,7 +36,7 @@ REMOTE_SECONDS = 15.0
 
 def print_message(message: str) -> None:
     """Print one line of ``ds-trainer launch`` itself."""
-    print(f"ds-trainer launch: {message}", file=sys.stderr, flush=True)
+    print(f"ds-trainer launch: {shown(message)}", file=sys.stderr, flush=True)
 
 
 class Requests:

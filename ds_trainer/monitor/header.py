@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ds_trainer.engine.loading.load_report import LoadReport
 from ds_trainer.monitor.units import counted, human_bytes, human_count, human_operations
+from ds_trainer.utils.printable import one_line
+from ds_trainer.utils.secrets import redacted
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def header_lines(summary: RunSummary) -> list[str]:
         rows.append(("resumed", f"from {summary.resumed_from}, step {summary.resumed_step:,}"))
     width = max(len(name) for name, _ in rows)
     title = "ds_trainer" if summary.run_name is None else f"ds_trainer: {summary.run_name}"
-    return [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    return [one_line(redacted(line)) for line in lines]
 
 
 def header_text(summary: RunSummary) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.secrets import without_secrets
 
 logger = get_logger("monitor.records")
 
@@ -49,7 +50,7 @@ def metric_record(values: Mapping[str, Any]) -> dict[str, Any]:
             record[name] = None
             record[f"{name}_nonfinite"] = str(value)
         else:
-            record[name] = without_nonfinite(value)
+            record[name] = without_secrets(without_nonfinite(value))
     return record
 
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.planner.hardware import DEVICES, FORMATS, Device, find_device, words_of
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import read_user_file
 from ds_trainer.utils.host_memory import total_host_memory
 
 COLLECTIVE, HOP, NETWORK_HOP = 8e-6, 1.5e-6, 8e-6
@@ -269,12 +271,11 @@ def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
     Raises:
         ConfigError: the file cannot be read, or an entry lacks a number.
     """
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--device-file {path}: {error}") from error
+    source = f"--device-file {path}"
+    root, problems = read_yaml(read_user_file(path, source, "YAML file"), source)
+    if problems:
+        raise ConfigError(problems)
+    content = root.plain()
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"--device-file {path}: it must be a mapping from names of devices to their numbers.")
     found = {}

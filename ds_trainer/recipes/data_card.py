@@ -13,6 +13,7 @@ from ds_trainer.data.sources.mixture_stream import MixtureStream
 from ds_trainer.monitor.report.run_files import DATA_CARD_NAME
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, SourceFigures
 from ds_trainer.utils.files import write_json
+from ds_trainer.utils.secrets import without_secrets
 
 SAMPLES = 3
 """Samples of each source."""
@@ -28,7 +29,7 @@ def write_data_card(data: FineTuningData, tokenizer: Any, output_dir: Path) -> N
         output_dir: directory of the run.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / DATA_CARD_NAME, data_card(data, tokenizer))
+    write_json(output_dir / DATA_CARD_NAME, without_secrets(data_card(data, tokenizer)))
 
 
 def data_card(data: FineTuningData, tokenizer: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if its files do not exist.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import typing
@@ -40,7 +41,7 @@ from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.distillation_spec import DistillationSpec
 from ds_trainer.recipes.task import TaskSpec, complete_short_forms
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import read_user_file
+from ds_trainer.utils.files import read_user_file, shortened
 from ds_trainer.utils.sizes import parse_tokens
 
 
@@ -173,6 +174,9 @@ SECTIONS: dict[str, type] = {
 }
 
 
+_MOST_SUGGESTIONS = 100
+
+
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe ``path`` and apply ``overrides`` (arguments ``--a.b value`` or ``--a.b=value``).
 
@@ -192,7 +196,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     for key, section in root.value.items():
         if key not in SECTIONS:
-            problems.append(_unknown_key(section.where, key, "", SECTIONS))
+            problems.append(_unknown_key(section.where, key, "", SECTIONS, len(problems)))
     values: dict[str, dict[str, Any]] = {}
     readable = set()  # sections without a wrong key or type, which would cause further problems
     for key in SECTIONS:
@@ -283,7 +287,7 @@ def _read_section(section: str, located: Located | None, problems: list[str]) ->
     values: dict[str, Any] = {}
     for key, entry in located.value.items():
         if key not in hints:
-            problems.append(_unknown_key(entry.where, key, section, hints))
+            problems.append(_unknown_key(entry.where, key, section, hints, len(problems)))
             continue
         if section == "data" and key in ("train", "eval"):
             values[key] = _read_sources(entry, f"data.{key}", problems)
@@ -334,15 +338,19 @@ def _origins(entries: dict[str, Located], above: str) -> typing.Iterator[tuple[s
             yield from _origins({f"{key}[{index}]": part}, above) if isinstance(part.value, dict) else ()
 
 
+@functools.cache
 def _hints(spec: type) -> dict[str, Any]:
     """Type hints of the fields of a dataclass, in order of definition."""
     hints = typing.get_type_hints(spec)
     return {item.name: hints[item.name] for item in dataclasses.fields(spec)}
 
 
-def _unknown_key(where: str, key: str, section: str, valid: typing.Iterable[str]) -> str:
+def _unknown_key(where: str, key: str, section: str, valid: typing.Iterable[str], before: int) -> str:
+    """The problem; without a suggestion, which takes time, if there are many ``before``."""
     valid = list(valid)
-    full = f"{section}.{key}" if section else key
+    full = shortened(f"{section}.{key}" if section else key)
+    if before >= _MOST_SUGGESTIONS:
+        return f"{where}: unknown key '{full}'."
     elsewhere = [other for other, spec in SECTIONS.items() if other != section and key in _hints(spec)]
     hint = did_you_mean(key, valid)
     if not hint and elsewhere:

@@ -34,7 +34,6 @@ from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.utils import distributed, failures
 from ds_trainer.utils.files import read_json
 from ds_trainer.utils.logging import CHECK, get_logger
-from ds_trainer.utils.secrets import redacted
 
 logger = get_logger(__name__)
 
@@ -55,7 +54,7 @@ class _Messages(logging.Handler):
         if (record.levelno < logging.WARNING and check is None) or self._count >= _MOST_MESSAGES:
             return
         self._count += 1
-        text = redacted(record.getMessage())
+        text = record.getMessage()
         found = _STEP.search(text)
         values = {"level": record.levelname, "text": text, "check": check, "step": int(found[1]) if found else None}
         self._recorder.message({name: value for name, value in values.items() if value is not None})
@@ -240,9 +239,9 @@ def _ending(error: BaseException | None, why: str | None) -> dict[str, Any]:
     if error is None:
         return {"outcome": "finished"} if why is None else {"outcome": "killed", "text": why}
     if (cause := failures.cause_of(error)) is not None:
-        return {"outcome": "failed", "error": failures.PeerFailure.__name__, "text": redacted(cause)}
+        return {"outcome": "failed", "error": failures.PeerFailure.__name__, "text": cause}
     kind = type(error).__name__
-    text = redacted(str(error)).strip()
+    text = str(error).strip()
     if isinstance(error, SystemExit):
         stopped = hasattr(error, "checkpoint")
         code = error.code if isinstance(error.code, int) else 1
@@ -251,7 +250,7 @@ def _ending(error: BaseException | None, why: str | None) -> dict[str, Any]:
         return {"outcome": "killed", "error": kind, "text": "interrupted (Ctrl-C)"}
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-6:])
     outcome = "diverged" if kind == "TrainingDiverged" else "failed"
-    return {"outcome": outcome, "error": kind, "text": text, "trace": redacted(trace)}
+    return {"outcome": outcome, "error": kind, "text": text, "trace": trace}
 
 
 def _written(checkpoint: Path) -> float | None:

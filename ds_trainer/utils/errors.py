@@ -9,19 +9,104 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds_trainer.utils.printable import shown
+
+_MOST = 20
+"""How many kinds of problems a message lists; the others are counted."""
+_SHOWN_LINES = 3
+_PLACE = re.compile(r"(?P<file>[^\n]*?)(?P<kind>:|, row )(?P<number>\d+)")
+_VARIES = re.compile(r"""\d+|'[^'\n]*'|"[^"\n]*"|(?<=key )\S+""")  # between two problems of one kind
 
 
 class ConfigError(ValueError):
-    """The request cannot work. ``problems`` has one complete sentence for each thing to change."""
+    """The request cannot work. ``problems`` has one complete sentence for each thing to change.
+
+    The message groups problems of one kind, and has no secrets and no control characters.
+    """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        if len(self.problems) == 1:
-            message = self.problems[0]
+        listed = self.problems
+        if len(listed) > _MOST:
+            groups = ProblemGroups()
+            for problem in listed:
+                place = re.match(rf"{_PLACE.pattern}: ", problem)
+                where = problem[: place.end("number")] if place else ""
+                groups.add(where, problem[place.end() :] if place else problem)
+            listed = groups.sentences()
+        if len(listed) == 1:
+            message = listed[0]
         else:
-            numbered = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))
-            message = f"{len(self.problems)} problems:\n{numbered}"
-        super().__init__(message)
+            numbered = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(listed, 1))
+            message = f"{len(self.problems):,} problems:\n{numbered}"
+        super().__init__(shown(message))
+
+
+@dataclass
+class _Group:
+    first: str
+    reason: str
+    where: str
+    numbers: list[str]
+    count: int = 1
+    same: bool = True
+
+
+class ProblemGroups:
+    """Problems by kind, so that a thousand lines with one mistake are one sentence.
+
+    Problems of one kind are in one file and differ in numbers and quoted names only.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._groups: dict[tuple[str, str], _Group] = {}
+
+    def add(self, where: str, reason: str) -> None:
+        """Count a problem.
+
+        Args:
+            where: ``file:line``, ``file, row N``, a file, or nothing.
+            reason: a sentence, with or without its full stop.
+        """
+        self.count += 1
+        place = _PLACE.fullmatch(where)
+        file, number = (place["file"], place["number"]) if place else (where, "")
+        key = (file + (place["kind"] if place else ""), _VARIES.sub("#", reason))
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) < _MOST:
+                self._groups[key] = _Group(f"{where}: {reason}" if where else reason, reason, where, [number])
+            return
+        group.count += 1
+        group.same = group.same and group.reason == reason
+        if len(group.numbers) < _SHOWN_LINES:
+            group.numbers.append(number)
+
+    def sentences(self) -> list[str]:
+        """A sentence for each kind, and one for those that are not listed."""
+        found = [_sentence(group) for group in self._groups.values()]
+        rest = self.count - sum(group.count for group in self._groups.values())
+        return [*found, f"{rest:,} more problems follow, {self.count:,} in all."] if rest else found
+
+
+def _sentence(group: _Group) -> str:
+    ended = group.first if group.first.endswith(("?", ".")) else f"{group.first}."
+    if group.count == 1:
+        return ended
+    place = _PLACE.fullmatch(group.where)
+    if place is None:
+        return f"{ended} (And {group.count - 1:,} more of this kind.)"
+    unit = "rows" if place["kind"] != ":" else "lines"
+    more = ", ..." if group.count > len(group.numbers) else ""
+    lines = f" ({unit} {', '.join(group.numbers)}{more})"
+    what, stop, remedy = group.reason.partition(". ")
+    alike = "" if group.same else f" like {unit[:-1]} {group.numbers[0]}"
+    end = "" if (stop or what.endswith("?")) else "."
+    what = what if stop else what.rstrip(".")
+    return f"{place['file']}: {group.count:,} {unit}{alike}: {what}{lines}{stop}{remedy}{end}"
 
 
 def listed(values: Iterable[object], most: int = 16, separator: str = ", ") -> str:

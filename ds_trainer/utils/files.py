@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,14 @@ from ds_trainer.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+MOST_BYTES = 16 * 2**20
+"""How large a file of settings may be that a user names."""
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 _cannot_flush = False  # said already
 _ABANDONED = 24 * 3600  # seconds after which an incomplete directory of another host is removed
 
@@ -138,24 +147,95 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def read_user_file(path: str | os.PathLike[str], source: str, kind: str) -> str:
+def read_user_file(path: str | os.PathLike[str], source: str, kind: str, most: int = MOST_BYTES) -> str:
     """The text of a file that the user named, without a byte order mark.
 
     Args:
         path: as given; ``~`` is the home directory.
         source: how the user named it, the subject of every error: ``"deepspeed=x.json"``, ``"The recipe 'a.yaml'"``.
         kind: the expected kind of file: ``"JSON file"``.
+        most: bytes that such a file may have.
 
     Raises:
-        ConfigError: the file does not exist, is a directory, is not UTF-8 text, or cannot be read.
+        ConfigError: the file does not exist, is no regular file (a directory, a named pipe, a device: reading it could
+            wait forever, or never end), is too large, is not UTF-8 text, or cannot be read.
     """
+    source = shortened(source)
+    data = read_bytes(path, source, kind, most)
     try:
-        return Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{source} does not exist (working directory: {Path.cwd()}).") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{source} is a directory; name a {kind} in it.") from None
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 text (byte {error.start}); is it a {kind}?") from None
+    if "\0" in text:
+        raise ConfigError(f"{source} has a NUL byte at {text.index(chr(0)):,}; is it a {kind}?")
+    return text
+
+
+def read_bytes(path: str | os.PathLike[str], source: str, kind: str, most: int = MOST_BYTES) -> bytes:
+    """The content of a file for :func:`read_user_file`, which describes arguments and errors."""
+    try:
+        descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as stream:
+            mode = os.fstat(descriptor).st_mode
+            data = stream.read(most + 1) if stat.S_ISREG(mode) else b""
+    except FileNotFoundError:
+        raise ConfigError(f"{source} does not exist (working directory: {_working_directory()}).") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{source} is a directory; name a {kind} in it.") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise ConfigError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"{source} is a directory; name a {kind} in it.")
+    if not stat.S_ISREG(mode):
+        named = next((text for test, text in _KINDS if test(mode)), "not a regular file")
+        raise ConfigError(f"{source} is {named}; write its content to a {kind} and name that.")
+    if len(data) > most:
+        raise ConfigError(f"{source} is larger than {most / 2**20:g} MiB; is it a {kind}?")
+    return data
+
+
+def read_user_json(path: str | os.PathLike[str], source: str) -> Any:
+    """The JSON value in a file that the user named.
+
+    Raises:
+        ConfigError: see :func:`read_user_file`; or the text is not valid JSON.
+    """
+    return json_of(read_user_file(path, source, "JSON file"), source)
+
+
+def json_of(text: str, source: str) -> Any:
+    """The JSON value in ``text``, which ``source`` names in errors.
+
+    Raises:
+        ConfigError: the text is not valid JSON, is nested too deeply, or has a number with too many digits.
+    """
+    source = shortened(source)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply.") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}.") from None
+    except ValueError:  # Python's limit of the digits of an integer
+        raise ConfigError(f"{source} has an integer with too many digits.") from None
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """``text``; of a longer one its beginning and its end, and how long it is."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 6 :]} ({len(text):,} characters)"
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether there is something at ``path``; not if it cannot be a path (too long, a null byte)."""
+    try:
+        os.stat(os.path.expanduser(path))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "deleted"

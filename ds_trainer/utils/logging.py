@@ -11,6 +11,7 @@ import os
 import warnings
 from contextlib import nullcontext
 
+from ds_trainer.utils.printable import shown
 from ds_trainer.utils.ranks import likely_rank
 
 _ROOT = "ds_trainer"
@@ -34,7 +35,20 @@ class _FirstRank(logging.Filter):
         return self.all_messages or not repeated or likely_rank(os.environ) == 0
 
 
-_first_rank = _FirstRank()
+class _Shown(logging.Filter):
+    """Cleans messages of secrets and control characters."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        clean = shown(message)
+        if clean != message:
+            record.msg, record.args = clean, None
+        if record.exc_info and not record.exc_text:  # formatters use this text unchanged
+            record.exc_text = shown(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+_first_rank, _shown = _FirstRank(), _Shown()
 
 
 def get_logger(name: str = _ROOT) -> logging.Logger:
@@ -51,6 +65,7 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
         root.propagate = False
     logger = logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
     logger.addFilter(_first_rank)  # does nothing twice
+    logger.addFilter(_shown)
     return logger
 
 
@@ -64,3 +79,10 @@ def warn(text: str, category: type[Warning], stacklevel: int = 1) -> None:
     """``warnings.warn`` that only rank 0 shows. A filter that makes it an error does so on every rank."""
     with nullcontext() if likely_rank(os.environ) == 0 else warnings.catch_warnings(record=True):
         warnings.warn(text, category, stacklevel=stacklevel + 1)
+
+
+def hide_in_logs(*prefixes: str) -> None:
+    """Clean the messages of existing loggers of other libraries whose names begin with one of ``prefixes``."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in prefixes:
+            logging.getLogger(name).addFilter(_shown)  # does nothing twice

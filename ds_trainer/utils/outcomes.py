@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ds_trainer.utils.exit_codes import signal_name
 from ds_trainer.utils.files import read_json, write_json
+from ds_trainer.utils.printable import shown
 from ds_trainer.utils.ranks import likely_rank
 
 VARIABLE = "DS_TRAINER_OUTCOME_DIR"
@@ -75,7 +76,7 @@ def record_error(error: BaseException, environment: Mapping[str, str] = os.envir
     """
     directory = environment.get(VARIABLE)
     if directory and os.path.isdir(directory):
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        text = shown("".join(traceback.format_exception_only(type(error), error)).strip())
         write_json(_error_path(Path(directory), likely_rank(environment)), text)
     if environment.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ds_trainer.utils import secrets
+from ds_trainer.utils.logging import hide_in_logs
 from ds_trainer.utils.secrets import (
-    hide_in_logs,
     is_secret,
     redacted,
     register_secret,

@@ -45,11 +45,11 @@ def test_secrets_at_any_depth_are_known() -> None:
 def test_secrets_at_any_depth_are_masked() -> None:
     value = {"a": [{"HUB_TOKEN": "x"}, ({"password": 7},)], "text": '{"api_key": "y", "b": 1}', "plain": "z"}
     assert without_secrets(value) == {
-        "a": [{"HUB_TOKEN": "<HUB_TOKEN>"}, [{"password": 7}]],
+        "a": [{"HUB_TOKEN": "<HUB_TOKEN>"}, [{"password": "<PASSWORD>"}]],
         "text": '{"api_key": "<SECRET>", "b": 1}',
         "plain": "z",
     }
-    assert is_secret("WANDB_API_KEY") and not is_secret("api_keys")
+    assert is_secret("WANDB_API_KEY") and is_secret("api_keys") and not is_secret("sort_keys")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.enums import SamplingStrategy
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import exists, read_user_json, shortened
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
@@ -54,23 +56,21 @@ def is_json(text: str) -> bool:
 def _text_problem(text: str) -> str | None:
     try:
         json.loads(text)
-    except ValueError as error:
-        return f"{text!r} is not valid JSON ({error})."
+    except (ValueError, RecursionError) as error:
+        return f"{shortened(text)!r} is not valid JSON ({error})."
     return None
 
 
 def _path_problem(text: str) -> str | None:
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(text))
+    if exists(path) and path.is_dir():
         return None if (path / FILE_NAME).is_file() else f"{text!r}: the directory has no {FILE_NAME}."
-    if path.is_file():
+    if exists(path):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            return f"{text!r} cannot be read ({error.strerror})."
-        except ValueError as error:
-            return f"{text!r}: the file is not valid JSON ({error})."
+            content = read_user_json(path, repr(text))
+        except ConfigError as error:
+            return str(error)
         return None if isinstance(content, dict) else f"{text!r}: the file does not hold a mapping."
     # A path that does not exist may be a model on the Hub: "name" or "owner/name".
     hub_name = text and not text.endswith(".json") and not text.startswith((".", "/", "~")) and text.count("/") <= 1
-    return None if hub_name else f"{text!r} does not exist (looked in {Path.cwd()})."
+    return None if hub_name else f"{shortened(text)!r} does not exist (looked in {Path.cwd()})."

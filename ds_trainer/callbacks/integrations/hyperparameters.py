@@ -18,7 +18,7 @@ def hyperparameters(args: Any, model: Any, deepspeed_config: Callable[[], Mappin
     values: dict[str, Any] = {}
     adapters = getattr(model, "peft_config", None)
     if adapters is not None:
-        values["peft_config"] = plain(adapters)
+        values["peft_config"] = without_secrets(plain(adapters))
     values.update(model_configuration(model))
     values.update(arguments(args))
     if deepspeed_config is not None:
@@ -36,7 +36,7 @@ def model_configuration(model: Any) -> dict[str, Any]:
     """``model.config`` as plain data; empty if the model has none."""
     config = getattr(model, "config", None)
     values = plain(config) if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
-    return dict(values) if isinstance(values, Mapping) else {}
+    return dict(without_secrets(values)) if isinstance(values, Mapping) else {}
 
 
 def parameter_count(model: Any) -> int | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import datetime
 import re
-from pathlib import Path
 from typing import Any
 
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import read_user_file
+from ds_trainer.utils.files import exists, read_user_file, shortened
 
 # Plain templates for models that have none. Both render tools and reasoning in the form of Qwen and Hermes.
 _TOOLS = """\
@@ -99,12 +98,12 @@ def load_template(given: str | None, tokenizer: Any) -> str:
         return NAMED_TEMPLATES[given]
     if isinstance(own, dict) and given in own:
         return str(own[given])
-    if Path(given).expanduser().is_file():
+    if exists(given):
         return read_user_file(given, f"The chat template {given!r}", "Jinja file")
     names = [*NAMED_TEMPLATES, *(own if isinstance(own, dict) else ())]
     raise ConfigError(
-        f"chat_template={given!r} is neither a template's name ({', '.join(names)}), nor a file that exists, nor the "
-        f"text of a template.{did_you_mean(given, names)}"
+        f"chat_template={shortened(given)!r} is neither a template's name ({', '.join(names)}), nor a file that "
+        f"exists, nor the text of a template.{did_you_mean(given, names)}"
     )
 
 

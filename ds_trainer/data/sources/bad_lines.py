@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, ProblemGroups
 
-LISTED = 20
-"""How many bad lines a message lists; the others are counted."""
+_MOST_PLACES = 10_000
 
 Policy = Literal["error", "skip"]
 
@@ -40,29 +38,29 @@ class BadLines:
 
     def __init__(self, policy: Policy = "error") -> None:
         self.policy = policy
-        self.count = 0
-        self._first: list[BadLine] = []
-        self._files: list[BadLine] = []
+        self._lines, self._files = ProblemGroups(), ProblemGroups()
+        self._places: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        """Number of bad lines and bad files."""
+        return self._lines.count + self._files.count
 
     def add(self, bad: BadLine) -> None:
-        """Count ``bad``, and list it if it is one of the first."""
-        self.count += 1
-        if bad.whole_file:
-            self._files.append(bad)
-        elif len(self._first) < LISTED:
-            self._first.append(bad)
+        """Count ``bad``."""
+        (self._files if bad.whole_file else self._lines).add(bad.where, bad.reason)
+        if len(self._places) < _MOST_PLACES:
+            self._places.add(bad.where)
 
     def __contains__(self, problem: str) -> bool:
-        """Whether ``problem``, a sentence that begins with a place, is about one of the bad lines that are listed."""
-        return any(problem.startswith(f"{bad.where}: ") for bad in (*self._first, *self._files))
+        """Whether ``problem``, a sentence that begins with a place, is about one of the bad lines."""
+        return problem.partition(": ")[0] in self._places
 
     def problems(self) -> list[str]:
-        """The bad lines that the policy refuses, one sentence each: the first :data:`LISTED`, and how many follow."""
-        listed: Iterable[BadLine] = self._files if self.policy == "skip" else [*self._first, *self._files][:LISTED]
-        problems = [f"{bad.where}: {bad.reason}{'' if bad.reason.endswith('?') else '.'}" for bad in listed]
-        if self.policy == "error" and self.count > len(problems):
-            problems.append(f"{self.count - len(problems):,} more bad lines follow, {self.count:,} in all.")
-        if self.policy == "error" and len(problems) > len(self._files):
+        """The bad lines that the policy refuses, one sentence for each kind."""
+        problems = self._files.sentences()
+        if self.policy == "error" and self._lines.count:
+            problems = [*self._lines.sentences(), *problems]
             problems[-1] += " Correct them, or set data.bad_lines to skip, which counts them and leaves them out."
         return problems
 

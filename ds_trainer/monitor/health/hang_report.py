@@ -8,6 +8,7 @@ from pathlib import Path
 from ds_trainer.monitor.health.verdict import RankReport, Verdict, joined
 from ds_trainer.monitor.health.waits import flight_record
 from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.printable import shown
 
 REPORT = "report.txt"
 
@@ -43,7 +44,7 @@ def write_rank(folder: Path, report: RankReport, stacks: str | None) -> Path:
         lines += ["", "Collectives that it has started, by process group:"]
         lines += [f"  {group}: {number}" for group, number in sorted(report.counts.items())]
     path = folder / f"rank_{report.rank}.txt"
-    write_text_atomic(path, "\n".join(lines) + "\n")
+    write_text_atomic(path, shown("\n".join(lines)) + "\n")
     return path
 
 
@@ -67,5 +68,5 @@ def summary(reports: list[RankReport], verdict: Verdict, reason: str) -> str:
 def write_report(folder: Path, text: str) -> Path:
     """Write :func:`summary`."""
     path = folder / REPORT
-    write_text_atomic(path, text + "\n")
+    write_text_atomic(path, shown(text) + "\n")
     return path

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from ds_trainer.arguments.serialize import plain
-from ds_trainer.utils.secrets import is_secret, masked, redacted, without_secrets
+from ds_trainer.utils.secrets import command_words, is_secret, masked, without_secrets
 
 _PACKAGES = ("ds_trainer", "deepspeed", "torch", "transformers", "datasets", "tokenizers", "peft", "accelerate")
 _GIT_SECONDS = 5.0
@@ -31,20 +31,7 @@ _told = False
 def command_line(argv: Sequence[str] | None = None) -> str:
     """The command of this process as text for a shell, with secrets masked."""
     words = list(getattr(sys, "orig_argv", sys.argv) if argv is None else argv)
-    shown: list[str] = []
-    for number, word in enumerate(words):
-        name, equals, _ = word.partition("=")
-        before = words[number - 1] if number else ""
-        if equals and is_secret(_field(name)):
-            word = f"{name}={masked(_field(name))}"
-        elif before.startswith("--") and "=" not in before and is_secret(_field(before)):
-            word = masked(_field(before))
-        shown.append(word)
-    return redacted(shlex.join(shown))
-
-
-def _field(word: str) -> str:
-    return word.lstrip("-").rpartition(".")[2].replace("-", "_")
+    return shlex.join(command_words(words))
 
 
 def changed_arguments(args: Any) -> list[dict[str, Any]]:
@@ -76,7 +63,6 @@ def _default(field: Any) -> Any:
 
 def _short(value: Any) -> Any:
     if isinstance(value, str):
-        value = redacted(value)
         return value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]}... ({len(value)} characters)"
     return value
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ds_trainer.monitor.metrics_file import MetricsWriter, read_records
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.secrets import without_secrets
 
 logger = get_logger("monitor.report")
 
@@ -47,7 +48,9 @@ class RunHistory:
 
     def add(self, event: str, values: Mapping[str, Any]) -> None:
         """Append an event."""
-        self._do(lambda writer: writer.write({"event": event, "time": round(time.time(), 3), **values}))
+        self._do(
+            lambda writer: writer.write({"event": event, "time": round(time.time(), 3), **without_secrets(values)})
+        )
 
     def progress(self, step: int, seconds: Mapping[str, float]) -> None:
         """Append the progress, at most every few seconds."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.secrets import hide_in_logs, redacted, register_secret
+from ds_trainer.utils.logging import get_logger, hide_in_logs
+from ds_trainer.utils.secrets import redacted, register_secret
 
 logger = get_logger(__name__)
 

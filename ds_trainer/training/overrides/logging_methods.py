@@ -11,6 +11,7 @@ from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
 from ds_trainer.training.loop.token_counter import batch_flops
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.printable import shown
 
 
 class LoggingMethods(TrainerBase):
@@ -60,7 +61,7 @@ class LoggingMethods(TrainerBase):
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print ``metrics`` as a table (main process); ``split`` is its name: train, eval, test."""
         if self.is_world_process_zero():
-            print(metrics_table(split, metrics), flush=True)
+            print(shown(metrics_table(split, metrics)), flush=True)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write ``metrics`` to ``<split>_results.json`` in the output directory (main process).

@@ -28,6 +28,7 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.printable import shown
 from ds_trainer.utils.sizes import parse_size
 
 logger = get_logger(__name__)
@@ -217,7 +218,7 @@ class Saving(TrainerBase):
             text = card_text(facts_of(source, publisher.card_arguments))
         except ImportError:
             raise ConfigError("A model card needs the package huggingface_hub: pip install huggingface_hub.") from None
-        write_text_atomic(path, text)
+        write_text_atomic(path, shown(text))
 
     @fails_together
     def push_to_hub(
