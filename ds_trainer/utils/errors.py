@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ds_trainer.utils.printable import shown
 
 _MOST = 20
 """How many kinds of problems a message lists; the others are counted."""
-_SHOWN_LINES = 3
+_MOST_ALIKE, _SHOWN_LINES = 5, 3
 _PLACE = re.compile(r"(?P<file>[^\n]*?)(?P<kind>:|, row )(?P<number>\d+)")
 _VARIES = re.compile(r"""\d+|'[^'\n]*'|"[^"\n]*"|(?<=key )\S+""")  # between two problems of one kind
 
@@ -44,25 +43,22 @@ class ConfigError(ValueError):
         super().__init__(shown(message))
 
 
-@dataclass
 class _Group:
-    first: str
-    reason: str
-    where: str
-    numbers: list[str]
-    count: int = 1
-    same: bool = True
+    def __init__(self, where: str, number: str, reason: str) -> None:
+        self.where, self.numbers, self.reason = where, [number], reason
+        self.count, self.same = 1, True
 
 
 class ProblemGroups:
-    """Problems by kind, so that a thousand lines with one mistake are one sentence.
+    """Problems of one file by what is wrong, so that a thousand lines with one mistake are one sentence.
 
-    Problems of one kind are in one file and differ in numbers and quoted names only.
+    Of many that differ in numbers and quoted names only, a few have a sentence of their own.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._groups: dict[tuple[str, str], _Group] = {}
+        self._alike: dict[tuple[str, str], list[_Group]] = {}
 
     def add(self, where: str, reason: str) -> None:
         """Count a problem.
@@ -74,12 +70,17 @@ class ProblemGroups:
         self.count += 1
         place = _PLACE.fullmatch(where)
         file, number = (place["file"], place["number"]) if place else (where, "")
-        key = (file + (place["kind"] if place else ""), _VARIES.sub("#", reason))
-        group = self._groups.get(key)
+        file += place["kind"] if place else ""
+        group = self._groups.get((file, reason))
         if group is None:
-            if len(self._groups) < _MOST:
-                self._groups[key] = _Group(f"{where}: {reason}" if where else reason, reason, where, [number])
-            return
+            alike = self._alike.setdefault((file, _VARIES.sub("#", reason)), [])
+            if len(alike) < _MOST_ALIKE and len(self._groups) < _MOST:
+                group = self._groups[file, reason] = _Group(where, number, reason)
+                alike.append(group)
+                return
+            if not alike:
+                return
+            group = alike[0]
         group.count += 1
         group.same = group.same and group.reason == reason
         if len(group.numbers) < _SHOWN_LINES:
@@ -93,7 +94,8 @@ class ProblemGroups:
 
 
 def _sentence(group: _Group) -> str:
-    ended = group.first if group.first.endswith(("?", ".")) else f"{group.first}."
+    first = f"{group.where}: {group.reason}" if group.where else group.reason
+    ended = first if first.endswith(("?", ".")) else f"{first}."
     if group.count == 1:
         return ended
     place = _PLACE.fullmatch(group.where)

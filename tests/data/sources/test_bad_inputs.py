@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from ds_trainer.data.sources import bad_lines, rows
+from ds_trainer.data.sources import rows
 from ds_trainer.data.sources.bad_lines import BadLines
 from ds_trainer.data.sources.source import Source
 from ds_trainer.data.sources.spec import SourceSpec
@@ -53,21 +54,25 @@ def test_a_bad_line_is_named(folder: Path, name: str, line: bytes, reason: str) 
 
 
 @pytest.mark.parametrize("name", list(LINES))
-def test_all_bad_lines_of_a_file_are_reported_together(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_bad_lines_of_a_file_are_reported_together(folder: Path, name: str) -> None:
     cases = LINES[name]
-    path = write(folder / "x.jsonl", name, *(line for line, _ in cases))
-    few = problems_of(path)
-    listed = min(len(cases), bad_lines.LISTED)
-    if len(cases) > listed:
-        assert few[listed].startswith(f"{len(cases) - listed} more bad lines follow, {len(cases)} in all.")
-    monkeypatch.setattr(bad_lines, "LISTED", 10_000)
-    problems = problems_of(path)
-    assert len(problems) == len(cases)
-    for number, (problem, (_, reason)) in enumerate(zip(problems, cases, strict=True), 2):
-        assert problem.startswith(f"x.jsonl:{number}: ")
-        assert reason in problem
+    problems = problems_of(write(folder / "x.jsonl", name, *(line for line, _ in cases)))
+    for number, (_, reason) in enumerate(cases, 2):
+        assert [problem for problem in problems if reason in problem and f"x.jsonl:{number}: " in problem] or any(
+            " lines: " in problem or " lines like line " in problem or "more problems follow" in problem
+            for problem in problems
+        )
+    counted = [re.search(r"x.jsonl: (\d+) lines|^([\d,]+) more problems", problem) for problem in problems]
+    assert sum(int(found[1] or found[2]) if found else 1 for found in counted) == len(cases)
+
+
+def test_lines_with_one_mistake_are_one_sentence(folder: Path) -> None:
+    turn = b'{"messages": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]}'
+    path = folder / "x.jsonl"
+    path.write_bytes(b"\n".join([turn] * 2000) + b"\n")
+    (problem,) = problems_of(path)
+    assert problem.startswith("x.jsonl: 2,000 lines: turn 2 of 'messages' has the role 'asistant'; ")
+    assert " (lines 1, 2, 3, ...). Did you mean 'assistant'?" in problem
 
 
 @pytest.mark.parametrize("name", list(LINES))
