@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import path_problem, shortened
+
+_PATHS = frozenset(
+    (
+        "PATH",
+        "DIR",
+        "RECIPE",
+        "RECIPE|SCRIPT",
+        "SCRIPT",
+        "MODEL",
+        "RUN",
+        "RUN2",
+        "SRC",
+        "FILE",
+        "FILE.png",
+        "YAML",
+        "OUT.yaml",
+    )
+)
+"""Placeholders of arguments that are paths, or may be."""
 
 _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -85,12 +106,36 @@ def refuse_misspelled(command: str, unknown: Iterable[str], parser: argparse.Arg
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The options of ``parser`` and of its actions (``data show``)."""
-    for action in parser._actions:
+    for action in _actions(parser):
         yield from action.option_strings
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of ``parser`` and of its subcommands (``data show``)."""
+    for action in parser._actions:
+        yield action
         if isinstance(action, argparse._SubParsersAction):
             for nested in action.choices.values():
-                yield from _options(nested)
+                yield from _actions(nested)
+
+
+def refuse_impossible_paths(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Raise an error if an argument of ``options`` that is a path cannot be one.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    problems: dict[str, str] = {}
+    for action in _actions(parser):
+        if action.dest in problems or (action.metavar not in _PATHS and "--model" not in action.option_strings):
+            continue
+        given = getattr(options, action.dest, None)
+        for path in given if isinstance(given, list) else [given]:
+            if isinstance(path, str | os.PathLike) and (problem := path_problem(path)):
+                name = action.option_strings[-1] if action.option_strings else action.metavar
+                problems[action.dest] = f"{name} {shortened(os.fspath(path), 80)!r} {problem}."
+    if problems:
+        raise ConfigError(problems.values())
 
 
 def unknown_choice(kind: str, given: str, choices: Iterable[str], command: str = "") -> ConfigError:

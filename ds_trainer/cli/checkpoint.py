@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
 
 
 def _path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", type=lambda text: Path(text).expanduser(), help=_PATH)
+    parser.add_argument("path", metavar="PATH", type=lambda text: Path(os.path.expanduser(text)), help=_PATH)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,11 +102,11 @@ def _export(options: argparse.Namespace) -> None:
         raise ConfigError([f"{checkpoint}: {problem}" for problem in problems])
     exported = export_checkpoint(
         checkpoint,
-        Path(options.to).expanduser(),
+        Path(os.path.expanduser(options.to)),
         shard,
         None if options.dtype is None else getattr(torch, options.dtype),
         options.merge_lora,
-        None if options.model is None else Path(options.model).expanduser(),
+        None if options.model is None else Path(os.path.expanduser(options.model)),
     )
     total = human_bytes(sum(exported.files.values()))
     print(f"{checkpoint} -> {exported.directory}: {len(exported.files)} files, {total}")

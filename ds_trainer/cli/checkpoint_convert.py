@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 HELP = "convert checkpoints of DeepSpeed and transformers to ds_trainer's format, or to DeepSpeed's universal format"
@@ -12,7 +13,7 @@ NATIVE, UNIVERSAL = "ds_trainer", "universal"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "path", metavar="SRC", type=lambda text: Path(text).expanduser(), help="the checkpoint to convert"
+        "path", metavar="SRC", type=lambda text: Path(os.path.expanduser(text)), help="the checkpoint to convert"
     )
     parser.add_argument(
         "--to", metavar="DIR", required=True, help="directory in which checkpoint-N or global_stepN is created"
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     """Convert, and print what was converted and what was not."""
     from ds_trainer.checkpoint.converters.checkpoint_import import export_universal, import_checkpoint
 
-    to = Path(options.to).expanduser()
+    to = Path(os.path.expanduser(options.to))
     if options.format == UNIVERSAL:
         print(f"{options.path} -> {export_universal(options.path, to)}")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ds_trainer.cli.argv import add_dtype
@@ -36,6 +37,6 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"--max-shard-size: {error}.") from None
     saved = find_saved_model(options.path, options.base)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    merged = merge_adapters(saved, Path(options.to).expanduser(), shard, dtype)
+    merged = merge_adapters(saved, Path(os.path.expanduser(options.to)), shard, dtype)
     total = human_bytes(sum(merged.files.values()))
     print(f"{saved.directory} + {saved.base} -> {merged.directory}: {len(merged.files)} files, {total}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     """
     if args:
         raise ConfigError(f"ds-trainer init: unrecognized arguments: {' '.join(args)}.")
-    out = Path(options.out).expanduser()
+    out = Path(os.path.expanduser(options.out))
     if out.exists() and not options.force:
         raise ConfigError(f"{out} exists. Write another file, or replace it with --force.")
     if not out.absolute().parent.is_dir():

@@ -33,7 +33,13 @@ from ds_trainer.cli import (
     support,
     train,
 )
-from ds_trainer.cli.argv import refuse_misspelled, split_overrides, unknown_choice, without_local_rank
+from ds_trainer.cli.argv import (
+    refuse_impossible_paths,
+    refuse_misspelled,
+    split_overrides,
+    unknown_choice,
+    without_local_rank,
+)
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, code_of
@@ -152,5 +158,6 @@ def _run(args: list[str]) -> int:
         parser.print_help()
         return 2
     refuse_misspelled(options.subcommand, unknown, subparsers.choices[options.subcommand])
+    refuse_impossible_paths(subparsers.choices[options.subcommand], options)
     run: Callable[[argparse.Namespace, Sequence[str]], int] = SUBCOMMANDS[options.subcommand].run
     return run(options, overrides + unknown)  # the recipe reports unknown arguments, with suggestions

@@ -16,6 +16,9 @@ from ds_trainer.launching.launch_request import LaunchRequest
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import shortened
+from ds_trainer.utils.printable import one_line, printable
+from ds_trainer.utils.secrets import command_words, is_secret
 
 TEMPLATES = Path(__file__).resolve().parent / "slurm"
 SIGNAL_EARLY_SECONDS = 60
@@ -76,7 +79,7 @@ def batch_script(request: LaunchRequest, batch: BatchRequest) -> str:
     if request.target.is_recipe:
         args = load_recipe(request.target.path, request.target.args).training_arguments()
         problems += _recipe_problems(args, nodes * ranks, batch)
-    problems += _time_problems(batch, args)
+    problems += [*_time_problems(batch, args), *_text_problems(request, batch)]
     if problems:
         raise ConfigError(problems)
 
@@ -99,10 +102,10 @@ def batch_script(request: LaunchRequest, batch: BatchRequest) -> str:
     settings = {"MAX_RESTARTS": str(batch.max_restarts), "NPROC": str(ranks), **request.environment}
     text = set_sbatch_options(template(name), values, batch.sbatch_args)
     text = _USAGE.sub(_WRITTEN, text)
-    exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in settings.items())
+    exports = "".join(_export(key, value) for key, value in settings.items())
     shared = template("_slurm").split("\n", 2)[2]  # without its shellcheck directives
     text = _SHARED.sub(lambda _: f"{exports}\n{shared}\n", text)
-    arguments = " \\\n    ".join(shlex.quote(arg) for arg in request.target.slurm_arguments())
+    arguments = " \\\n    ".join(_quoted(arg) for arg in request.target.slurm_arguments())
     return text.replace('prepare "$@"\n', f'prepare {arguments} "$@"\n')
 
 
@@ -147,7 +150,53 @@ def parse_time_limit(time: str) -> float:
 def _option(key: str, value: object) -> str:
     if value is None or value is False:
         return ""
-    return f"#SBATCH --{key}\n" if value is True else f"#SBATCH --{key}={value}\n"
+    text = str(value)
+    if re.search(r"""[\s"'#\\]""", text):
+        text = '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+    return f"#SBATCH --{key}\n" if value is True else f"#SBATCH --{key}={text}\n"
+
+
+def _export(name: str, value: str) -> str:
+    if is_secret(name):  # sbatch passes on the environment in which it is called; the script may be read by others
+        return f'export {name}="${{{name}:?is a secret: set it where sbatch is called}}"\n'
+    return f"export {name}={_quoted(value)}\n"
+
+
+def _quoted(text: str) -> str:
+    """``text`` as a word of bash, on one line and without control characters."""
+    if printable(text) == text and "\n" not in text and "\t" not in text:
+        return shlex.quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\t", "\\t")
+    return f"$'{printable(escaped)}'"
+
+
+def _text_problems(request: LaunchRequest, batch: BatchRequest) -> list[str]:
+    """Values that a directive of sbatch, which is one line, cannot have, and secrets."""
+    given = {
+        "--job-name": batch.job_name,
+        "--partition": batch.partition,
+        "--account": batch.account,
+        "the working directory": batch.folder,
+        **{f"--sbatch-arg {number}": text for number, text in enumerate(batch.sbatch_args, 1)},
+    }
+    problems = [
+        f"launch --slurm: {name} {one_line(shortened(text))!r} has control characters or several lines."
+        for name, text in given.items()
+        if text is not None and one_line(text) != text
+    ]
+    problems += [
+        f"launch --slurm: --sbatch-arg {shortened(text)!r} is no option; write --sbatch-arg=--qos=long."
+        for text in batch.sbatch_args
+        if not re.match(r"--?[A-Za-z]", text) and one_line(text) == text
+    ]
+    arguments = request.target.slurm_arguments()
+    if (hidden := command_words(arguments)) != arguments:
+        shown = next(now for now, before in zip(hidden, arguments, strict=True) if now != before)
+        problems.append(
+            f"launch --slurm: the argument {shown!r} has a secret, which would be written into the script; pass it "
+            "in an environment variable that is set where sbatch is called."
+        )
+    return problems
 
 
 def _recipe_problems(args: TrainingArguments, world_size: int, batch: BatchRequest) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_user_file, write_text_atomic
+from ds_trainer.utils.files import read_user_file, shortened, write_text_atomic
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,22 @@ class Host:
 
     name: str
     slots: int
+
+
+# DeepSpeed's, Open MPI's and MPICH's form: "NAME slots=4 max_slots=8", "NAME:4".
+_LINE = re.compile(
+    r"(?P<name>[^\s:]+|\S*:\S*:\S*)(?::(?P<processes>\d{1,6}))?(?:\s+slots=(?P<slots>\d{1,6}))?(?:\s+max[_-]slots=\d+)?",
+    re.ASCII,
+)
+_NAME = re.compile(r"(?:\w[\w.-]*@)?(?:\w(?:[\w.-]*\w)?\.?|[0-9a-f:.]*:[0-9a-f:.]+(?:%\w+)?)", re.ASCII | re.IGNORECASE)
+_MOST_HOSTS = 100_000
+
+
+def host_problem(name: str) -> str | None:
+    """Why ``name`` cannot be that of a machine, a sentence: it would reach ssh, pdsh and shells; None if it can."""
+    if _NAME.fullmatch(name) and len(name) <= 300:
+        return None
+    return f"{shortened(name)!r} is not a host name: letters, digits, hyphens and dots, or an IP address."
 
 
 def read_hostfile(path: str, slots: int | None = None) -> list[Host]:
@@ -31,12 +49,15 @@ def read_hostfile(path: str, slots: int | None = None) -> list[Host]:
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        match = re.fullmatch(r"(\S+)(?:\s+slots=(\d+))?(?:\s+max[_-]slots=\d+)?", line)
+        match = _LINE.fullmatch(line)
         if not match:
-            problems.append(f"{path}:{number}: {line!r} is not of the form NAME slots=N.")
+            problems.append(f"{path}:{number}: {shortened(line)!r} is not of the form NAME slots=N.")
             continue
-        name, given = match.groups()
-        if name in hosts:
+        name = match["name"]
+        given = match["slots"] or match["processes"]  # MPICH writes NAME:N
+        if problem := host_problem(name):
+            problems.append(f"{path}:{number}: {problem}")
+        elif name in hosts:
             problems.append(f"{path}:{number}: {name} is listed twice; combine its slots in one line.")
         elif given is None and slots is None:
             problems.append(f"{path}:{number}: {name} has no slots=N, and --nproc-per-node is not given.")
@@ -69,26 +90,33 @@ def expand_node_list(text: str) -> list[str]:
         ConfigError: unbalanced brackets, or a descending range.
     """
     names: list[str] = []
+    unreadable = f"The node list {shortened(text)!r} cannot be read"
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        names += _expand_part(part, text)
+        pieces = [_numbers(piece, unreadable) for piece in re.split(r"(\[[^\]]*\])", part)]
+        if len(names) + math.prod(map(len, pieces)) > _MOST_HOSTS:
+            raise ConfigError(f"{unreadable}: it has more than {_MOST_HOSTS:,} names.")
+        names += ["".join(chosen) for chosen in itertools.product(*pieces)]
     if not names or text.count("[") != text.count("]"):
-        raise ConfigError(f"The node list {text!r} cannot be read; the expected form is gpu[007-010,12],login.")
+        raise ConfigError(f"{unreadable}; the expected form is gpu[007-010,12],login.")
+    if problem := next(filter(None, map(host_problem, names)), None):
+        raise ConfigError(f"{unreadable}: {problem}")
     return names
 
 
-def _expand_part(part: str, whole: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", part)
-    if not match:
-        return [part]
+def _numbers(piece: str, unreadable: str) -> list[str]:
+    """``[007-009,12]``: 007, 008, 009, 12. Text outside of brackets is itself."""
+    if not piece.startswith("["):
+        return [piece]
     numbers: list[str] = []
-    for item in match.group(1).split(","):
-        limits = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+    for item in piece[1:-1].split(","):
+        limits = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", item, re.ASCII)
         first, last = (limits.group(1), limits.group(2) or limits.group(1)) if limits else ("1", "0")
         if int(last) < int(first):
-            raise ConfigError(f"The node list {whole!r} cannot be read: {item!r} is not a range of numbers.")
+            raise ConfigError(f"{unreadable}: {shortened(item)!r} is not a range of numbers.")
+        if int(last) - int(first) >= _MOST_HOSTS:
+            raise ConfigError(f"{unreadable}: {item!r} is more than {_MOST_HOSTS:,} machines.")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    rest = _expand_part(part[match.end() :], whole)
-    return [part[: match.start()] + number + tail for number in numbers for tail in rest]
+    return numbers
 
 
 def slurm_hosts(environment: Mapping[str, str], slots: int | None = None) -> list[Host]:
@@ -102,12 +130,14 @@ def slurm_hosts(environment: Mapping[str, str], slots: int | None = None) -> lis
     if slots is not None:
         return [Host(name, slots) for name in names]
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        match = re.search(r"(?:^|:)(\d+)(?:\(|$)", environment.get(variable, ""))  # 8, a100:8, gpu:a100:8(S:0-1)
+        match = re.search(
+            r"(?:^|:)(\d{1,6})(?:\(|$)", environment.get(variable, ""), re.ASCII
+        )  # 8, a100:8, gpu:a100:8(S:0-1)
         if match and int(match.group(1)) > 0:
             return [Host(name, int(match.group(1))) for name in names]
     tasks: list[int] = []
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_TASKS_PER_NODE", "")):
-        tasks += [int(number)] * int(times or 1)
+    for number, times in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", environment.get("SLURM_TASKS_PER_NODE", "")):
+        tasks += [int(number)] * min(int(times or 1), _MOST_HOSTS)
     return (
         [Host(name, count) for name, count in zip(names, tasks, strict=False)]
         if len(tasks) == len(names)

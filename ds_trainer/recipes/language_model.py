@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
@@ -17,6 +16,7 @@ from ds_trainer.recipes.frozen_parts import freeze
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import Tokenizer, load_tokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import exists
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -37,7 +37,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     named = recipe.data.tokenizer
     if named is None and recipe.model.path is None:
         return load_tokenizer("bytes")
-    if named is not None and (named == "bytes" or Path(named).expanduser().exists()):
+    if named is not None and (named == "bytes" or exists(named)):
         return load_tokenizer(named)
     key, name = ("data.tokenizer", named) if named is not None else ("model.path", str(recipe.model.path))
     try:

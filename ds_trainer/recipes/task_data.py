@@ -29,7 +29,7 @@ from ds_trainer.data.sources.rows import Row, read_rows
 from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush, new_partial, read_json, write_json
+from ds_trainer.utils.files import flush, new_partial, read_json, user_path, write_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -100,7 +100,7 @@ def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData
     _import_datasets()
     sources = _open(spec, reading)
     names = [str(path) for split in ("eval", "train") for source in sources[split] for path in source.paths()]
-    root = Path(spec.prepared_dir or default_directory()).expanduser()
+    root = user_path(spec.prepared_dir or default_directory(), f"data.prepared_dir={spec.prepared_dir}")
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
     digest = known_digest_of_files(names, file_states(names), root, os.cpu_count() or 1, Waiting())

@@ -29,6 +29,7 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # PATH_MAX without its end, NAME_MAX
 _cannot_flush = False  # said already
 _ABANDONED = 24 * 3600  # seconds after which an incomplete directory of another host is removed
 
@@ -239,3 +240,34 @@ def _working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return "deleted"
+
+
+def user_path(path: str | os.PathLike[str], source: str) -> Path:
+    """``path`` with the home directory in place of ``~``. ``source``, such as ``data.train=x``, names it in errors.
+
+    Raises:
+        ConfigError: it cannot be a path, see :func:`path_problem`.
+    """
+    if problem := path_problem(path):
+        raise ConfigError(f"{shortened(source)} {problem}.")
+    return Path(os.path.expanduser(path))
+
+
+def path_problem(path: str | os.PathLike[str]) -> str | None:
+    """Why ``path`` cannot be that of anything, as the end of a sentence; None if it can.
+
+    The system calls would say so with an error, each in its own way, and the first of them is far from the argument.
+    """
+    text = os.fspath(path)
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "has a character that no path can have"
+    if b"\0" in encoded:
+        return "has a NUL byte, which no path can have"
+    if len(encoded) > _LONGEST_PATH or any(len(part) > _LONGEST_NAME for part in encoded.split(b"/")):
+        return f"is too long for a path: {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between two slashes"
+    user = text.partition("/")[0]
+    if user.startswith("~") and len(user) > 1 and os.path.expanduser(user) == user:
+        return f"is in the home directory of {user[1:]!r}, who is no user of this machine"
+    return None

@@ -105,6 +105,8 @@ def is_secret(name: str) -> bool:
 
     Names of the tokens of a text (``pad_token``, ``num_tokens``) and of other keys (``sort_key``) are not.
     """
+    if name in ("PWD", "OLDPWD"):  # directories, in the environment of every shell
+        return False
     *above, last = name.strip("\"' ").rsplit(".", 8)
     if any(word in ("secrets", "credentials", "passwords") for part in above for word in _words(part)):
         return True
@@ -237,7 +239,8 @@ def redacted(text: str) -> str:
 
 def _of_environment() -> Iterable[str]:
     """Values of the environment variables that have the name of a secret."""
-    return [value for name, value in os.environ.items() if is_secret(name) and _is_distinctive(value)]
+    found = [value for name, value in os.environ.items() if is_secret(name) and _is_distinctive(value)]
+    return [value for value in found if not (value.startswith("/") and os.path.exists(value))]  # it names a file
 
 
 def _without_named(text: str) -> str:

@@ -222,9 +222,9 @@ def test_values_of_the_environment_are_secret(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "name",
     words_of(
-        "num_tokens max_tokens pad_token eos_token eos_token_id label_key sort_key token_ids tokens n_token image_token "
-        "key keys tokenizer tokens_per_second secrets_of_nature hub_token_file password_policy keyboard author passing "
-        "primary_key special_tokens monkey patience compass"
+        "num_tokens max_tokens pad_token eos_token eos_token_id label_key sort_key token_ids tokens n_token "
+        "image_token key keys tokenizer tokens_per_second secrets_of_nature hub_token_file password_policy keyboard author "
+        "passing primary_key special_tokens monkey patience compass PWD OLDPWD"
     ),
 )
 def test_other_names_are_not_secret(name: str) -> None:

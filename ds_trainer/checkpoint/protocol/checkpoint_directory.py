@@ -26,6 +26,7 @@ from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.other_formats import detect_format
 from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.files import user_path
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -244,7 +245,7 @@ def find_checkpoint(requested: str | bool, output_dir: Path) -> Path | None:
                 "without resume_from_checkpoint, or give the path of a checkpoint."
             )
         return None
-    path = Path(str(requested)).expanduser()
+    path = user_path(str(requested), f"The checkpoint {requested!s}")
     if not (path / MANIFEST_FILE).is_file() and detect_format(path) is None:
         raise ConfigError(
             f"resume_from_checkpoint={str(path)!r} is not a complete checkpoint: it has no {MANIFEST_FILE}. "

@@ -27,7 +27,7 @@ from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
 from ds_trainer.data.prepared.shard import Encode, ShardResult, token_dtype
 from ds_trainer.data.prepared.workers import SHARD_BYTES, Part, Task, tasks_of, write_shards
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush_path, new_partial
+from ds_trainer.utils.files import flush_path, new_partial, user_path
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -131,7 +131,7 @@ def prepare(
         ConfigError: files cannot be read, records cannot be encoded (up to 20 of them), or the directory cannot be
             written.
     """
-    root = Path(directory).expanduser()
+    root = user_path(directory, f"data.prepared_dir={directory!s}")
     names = [os.fspath(file) for file in files]
     states = file_states(names)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

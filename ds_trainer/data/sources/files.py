@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ds_trainer.data.sources.compression import uncompressed_name
 from ds_trainer.data.sources.spec import SourceSpec
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.files import exists, shortened, user_path
 
 PYTHON_STDLIB = "python-stdlib"
 _NEVER_INCLUDED = ("__pycache__", "site-packages", "dist-packages")
@@ -56,7 +57,7 @@ def find_files(spec: SourceSpec, key: str, suffixes: Mapping[str, str] = RECORD_
     for path in spec.path:
         try:
             for file in _Finder(spec, key, suffixes).find(path):
-                found.setdefault(file.path.resolve(), file)
+                found.setdefault(Path(os.path.realpath(file.path)), file)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -74,14 +75,16 @@ class _Finder:
         if path == PYTHON_STDLIB:
             root = Path(sysconfig.get_path("stdlib"))
             return self._below(root, self.spec.file_pattern or "*.py", f"{self.key}: {path}")
-        source = Path(path).expanduser()
+        source = user_path(path, f"{self.key}: {path!r}")
         if source.is_file():
             return [SourceFile(source.absolute(), self._format(source))]
         if source.is_dir():
             return self._in_directory(source, f"{self.key}: {path}")
+        if exists(source):
+            raise ConfigError(f"{self.key}: {path!r} is neither a regular file nor a directory (a pipe or a device?).")
         here = f" (working directory: {Path.cwd()})"
         if not glob.has_magic(path):
-            raise ConfigError(f"{self.key}: {path!r} does not exist{here}.")
+            raise ConfigError(f"{self.key}: {shortened(path)!r} does not exist{here}.")
         matches = [Path(match) for match in sorted(glob.glob(str(source), recursive=True))]
         files = [match for match in matches if match.is_file() and not _excluded(match.as_posix(), self.spec.exclude)]
         if not files:
@@ -114,6 +117,12 @@ class _Finder:
                 inside = (here / entry).as_posix()
                 if fnmatchcase(entry, pattern) and not _excluded(inside, exclude):
                     relative.append(inside)
+        odd = [inside for inside in relative if not (root / inside).is_file()]
+        if odd:
+            raise ConfigError(
+                f"{name}: {listed(sorted(odd))}: no regular files (a broken link, a pipe?); remove them, or "
+                "set exclude."
+            )
         if not relative:
             raise ConfigError(f"{name}: no file in it matches {pattern!r}{self._unless_excluded()}.")
         found = [SourceFile((root / inside).absolute(), self._format(root / inside)) for inside in sorted(relative)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def _image(image: Any, name: str, directory: Path) -> str:
         return image
     if image.startswith(("http://", "https://")):
         raise BadRecord(f"{name} is the address {image!r}; download it, and give the path of the file")
-    candidates = [directory / image.removeprefix("file://"), Path(image.removeprefix("file://")).expanduser()]
+    path = image.removeprefix("file://")
+    candidates = [directory / path, Path(os.path.expanduser(path))]
     try:
         found = next((path for path in candidates if path.is_file()), None)
     except (OSError, ValueError) as error:  # a name that no file can have

@@ -28,7 +28,7 @@ SMALL_STACK = 8 * 2**20
 
 def existing(path: str | os.PathLike[str]) -> Path:
     """``path``, or the nearest directory above it that exists."""
-    found = Path(path).expanduser().absolute()
+    found = Path(os.path.expanduser(path)).absolute()
     while not found.exists():
         found = found.parent
     return found

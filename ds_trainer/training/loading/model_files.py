@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_trainer.checkpoint.loading.weight_index import read_weight_map
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import read_json, write_text_atomic
+from ds_trainer.utils.files import read_json, user_path, write_text_atomic
 from ds_trainer.utils.secrets import redacted, register_secret
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -40,7 +40,7 @@ def model_directory(
     Raises:
         ConfigError: it is neither a directory nor an accessible repository.
     """
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path, f"The model {name_or_path!s}")
     if path.is_dir():
         found = path / subfolder
         if not found.is_dir():

@@ -29,6 +29,7 @@ from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_direct
 from ds_trainer.training.loading.peft_adapters import AdapterDirectory, add_adapters, load_adapters
 from ds_trainer.training.loading.quantized_loading import is_quantized, load_quantized, pop_quantization
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import user_path
 
 
 def from_pretrained(
@@ -159,7 +160,7 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
         for key in overrides.keys() - set(unused):
             setattr(config, key, overrides[key])
     else:
-        path = directory if config is None else Path(config).expanduser()
+        path = directory if config is None else user_path(config, f"The configuration {config!s}")
         if not (path / "config.json").is_file() and not path.is_file():
             subfolders = sorted(file.parent.name for file in path.glob("*/config.json"))
             hint = f" Its subfolders {', '.join(subfolders[:5])} contain one." if subfolders else ""

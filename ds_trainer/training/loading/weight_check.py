@@ -27,6 +27,7 @@ from ds_trainer.engine.loading.weight_source import WeightSource, attached_weigh
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import user_path
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -101,7 +102,7 @@ def _of_transformers(model: Any) -> WeightOrigin | None:
 
 def _directory_of(name: str, revision: str | None) -> Path | None:
     """The directory on this machine with the weight files of a directory or hub name, without network access."""
-    directory = Path(name).expanduser()
+    directory = user_path(name, f"The model {name!s}")
     if directory.is_dir():
         return directory if weight_files(directory) else None
     try:

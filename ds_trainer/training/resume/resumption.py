@@ -33,7 +33,7 @@ from ds_trainer.training.resume.changed_arguments import Consequences, finished,
 from ds_trainer.training.resume.compatibility import Changes, compare
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json
+from ds_trainer.utils.files import read_json, user_path
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -274,7 +274,7 @@ def weights_directory(path: str) -> Path:
     Raises:
         ConfigError: it does not exist.
     """
-    directory = Path(path).expanduser()
+    directory = user_path(path, f"resume_from_checkpoint={path!s}")
     if not directory.is_dir():
         raise ConfigError(f"start_from_weights={path!r} is not a directory (current directory: {Path.cwd()}).")
     return directory
