@@ -12,11 +12,11 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_trainer.launching.exports import ENV_FILE_VARIABLE, default_exports, env_file_text, read_env_files
-from ds_trainer.launching.hosts import write_hostfile
+from ds_trainer.launching.hosts import hostfile_text
 from ds_trainer.launching.job import CONNECTION
 from ds_trainer.launching.launch_plan import LaunchPlan, count_gpus
 from ds_trainer.launching.rank import encode_args
@@ -33,10 +33,16 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command: ``argv``, and variables to add to the environment of this process."""
+    """A command: ``argv``, variables to add to the environment of this process, and the files that it reads."""
 
     argv: list[str]
     environment: dict[str, str]
+    files: dict[Path, str] = field(default_factory=dict)
+
+    def write_files(self) -> None:
+        """Write the files that the command reads; they may have secrets, so only this user can read them."""
+        for path, text in self.files.items():
+            write_text_atomic(path, text, private=True)
 
     def text(self) -> str:
         """The command as text for a shell."""
@@ -127,9 +133,10 @@ def _deepspeed(
     """DeepSpeed's launcher on one machine, which may be one of several with ``--node-rank``."""
     request = plan.request
     argv = list(_RUNNER)
+    files: dict[Path, str] = {}
     if request.node_rank is not None:
-        hostfile = write_hostfile(directory / "hostfile", plan.hosts)
-        argv += ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(request.node_rank)]
+        files[directory / "hostfile"] = hostfile_text(plan.hosts)
+        argv += ["--hostfile", str(directory / "hostfile"), "--no_ssh", "--node_rank", str(request.node_rank)]
         argv += ["--master_addr", address]
     else:
         slots = plan.hosts[0].slots
@@ -140,7 +147,7 @@ def _deepspeed(
         else:
             argv += ["--num_gpus", str(slots)]
     argv += ["--master_port", str(port), "--no_local_rank", "--module", _RANK_MODULE]
-    return LaunchCommand([*argv, *request.target.command()], ranks)
+    return LaunchCommand([*argv, *request.target.command()], ranks, files)
 
 
 def _deepspeed_multi_node(
@@ -151,12 +158,13 @@ def _deepspeed_multi_node(
     exports = {**read_env_files(environment, [Path("~"), Path()]), **ranks}
     env_file = directory / "deepspeed_env"
     changes = {ENV_FILE_VARIABLE: str(env_file)}
+    files = {directory / "hostfile": hostfile_text(plan.hosts)}
     options = list(request.launcher_args)
     program = request.target.command()
     module = ["--module", _RANK_MODULE]
     if plan.launcher == "pdsh":
         exports = {**default_exports(environment), **exports, CONNECTION: "1"}
-        write_text_atomic(env_file, env_file_text(exports), private=True)
+        files[env_file] = env_file_text(exports)
         # ssh must not prompt: there is no user to type a password or to accept a host key.
         changes.setdefault(
             "PDSH_SSH_ARGS_APPEND", f"{environment.get('PDSH_SSH_ARGS_APPEND', '')} -o BatchMode=yes".strip()
@@ -164,7 +172,7 @@ def _deepspeed_multi_node(
         if not all(re.fullmatch(_PLAIN, arg) for arg in program):
             program = [encode_args(program)]
     else:  # these pass on their own environment, without a shell in between that would interpret it
-        write_text_atomic(env_file, "")
+        files[env_file] = ""
         changes |= _changed({"MASTER_ADDR": address, "MASTER_PORT": str(port), **exports}, environment)
         if plan.launcher == "slurm":
             tasks = plan.hosts[0].slots
@@ -175,10 +183,15 @@ def _deepspeed_multi_node(
             names = ["MASTER_ADDR", "MASTER_PORT", *default_exports(environment), *exports]
             options = ["--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), *options]
             options += [arg for name in dict.fromkeys(names) for arg in ("-x", name)]
-    hostfile = request.hostfile
-    if hostfile is None or request.nodes is not None or request.nproc_per_node is not None:
-        hostfile = str(write_hostfile(directory / "hostfile", plan.hosts))
-    argv = [*_RUNNER, "--hostfile", hostfile, "--launcher", plan.launcher, "--force_multi", "--no_ssh_check"]
+    argv = [
+        *_RUNNER,
+        "--hostfile",
+        str(directory / "hostfile"),
+        "--launcher",
+        plan.launcher,
+        "--force_multi",
+        "--no_ssh_check",
+    ]
     argv += ["--master_addr", address, "--master_port", str(port), "--no_local_rank"]
     argv += [f"--launcher_args={shlex.join(options)}"] if options else []
-    return LaunchCommand([*argv, *module, *program], changes)
+    return LaunchCommand([*argv, *module, *program], changes, files)

@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_user_file, shortened, write_text_atomic
+from ds_trainer.utils.files import read_user_file, shortened
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,6 @@ def read_hostfile(path: str, slots: int | None = None) -> list[Host]:
 def hostfile_text(hosts: Sequence[Host]) -> str:
     """A hostfile that DeepSpeed and Open MPI can both read."""
     return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
-
-
-def write_hostfile(path: Path, hosts: Sequence[Host]) -> Path:
-    """Write ``hosts`` to ``path``; returns ``path``."""
-    write_text_atomic(path, hostfile_text(hosts))
-    return path
 
 
 def expand_node_list(text: str) -> list[str]:

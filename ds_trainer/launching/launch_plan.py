@@ -56,8 +56,12 @@ class LaunchPlan:
         return range(first, first + self.hosts[self.request.node_rank].slots)
 
 
-def plan_launch(request: LaunchRequest, environment: Mapping[str, str], excluded: tuple[str, ...] = ()) -> LaunchPlan:
+def plan_launch(
+    request: LaunchRequest, environment: Mapping[str, str], excluded: tuple[str, ...] = (), starts: bool = True
+) -> LaunchPlan:
     """Select the launcher and the machines, which are none of ``excluded``.
+
+    If it is only shown (not ``starts``), the programs of the launcher need not be on this machine.
 
     Raises:
         ConfigError: the request does not fit this environment, or this process is already a rank; lists all problems.
@@ -76,7 +80,7 @@ def plan_launch(request: LaunchRequest, environment: Mapping[str, str], excluded
         else:
             launcher = "pdsh"
     plan = LaunchPlan(request, launcher, tuple(hosts), in_slurm, excluded)
-    problems = _problems(plan)
+    problems = _problems(plan, starts)
     if problems:
         raise ConfigError(problems)
     return plan
@@ -146,7 +150,7 @@ def _is_this_machine(host: Host) -> bool:
     return host.name in ("localhost", "127.0.0.1", name, name.partition(".")[0])
 
 
-def _problems(plan: LaunchPlan) -> list[str]:
+def _problems(plan: LaunchPlan, starts: bool) -> list[str]:
     problems = []
     request, launcher = plan.request, plan.launcher
     names = ", ".join(host.name for host in plan.hosts[:4]) + (", ..." if len(plan.hosts) > 4 else "")
@@ -182,6 +186,6 @@ def _problems(plan: LaunchPlan) -> list[str]:
             "on each machine with --node-rank."
         )
     program = _PROGRAMS.get(launcher)
-    if program is not None and shutil.which(program) is None:
+    if starts and program is not None and shutil.which(program) is None:
         problems.append(f"launch --launcher {launcher}: {program} is not on PATH.")
     return problems

@@ -28,17 +28,17 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 
 
 def print_command(request: LaunchRequest) -> None:
-    """Print the command that :func:`run` would start on standard output. The files that the command reads are kept.
+    """Print the command that :func:`run` would start, and the files that it would write for it; writes none.
 
     Raises:
         ConfigError: the request does not fit this environment.
     """
-    plan = plan_launch(request, os.environ)
-    directory = _job_directory(plan)
+    plan = plan_launch(request, os.environ, starts=False)
     variables = {CONNECTION: "1"} if plan.launcher == "pdsh" else {}
-    print(shown(build(plan, directory, variables, os.environ).text()))
-    if directory.is_dir():
-        print(f"The command reads the files in {directory}; remove them afterwards.", file=sys.stderr)
+    command = build(plan, _job_directory(plan), variables, os.environ)
+    for path, text in command.files.items():
+        print(shown(f"# launch writes {path}:\n" + "".join(f"#   {line}\n" for line in text.splitlines())), end="")
+    print(shown(command.text()))
 
 
 def run(request: LaunchRequest) -> int:
@@ -105,6 +105,7 @@ def _without(plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
 def _run_once(plan: LaunchPlan, job: Job, number: int, requests: Requests) -> JobEnd:
     attempt = job.attempt(number)
     command = build(plan, attempt.directory, attempt.environment(), os.environ)
+    command.write_files()
     print_message(shlex.join(command.argv))
     clean_up = (lambda: _clean_up_over_pdsh(plan, job)) if plan.launcher == "pdsh" else None
     return Supervisor(command, attempt, plan.ranks_started, requests, not plan.is_local, clean_up).run()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
-from ds_trainer.launching.hosts import Host, expand_node_list, read_hostfile, slurm_hosts, write_hostfile
+from ds_trainer.launching.hosts import Host, expand_node_list, hostfile_text, read_hostfile, slurm_hosts
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -36,7 +36,8 @@ def test_a_hostfile_is_read_and_written_as_deepspeed_does(tmp_path: Path) -> Non
     path.write_text("# ours\nnode1 slots=4\n\n  node2\tslots=2 # half\n")
     hosts = read_hostfile(str(path))
     assert hosts == [Host("node1", 4), Host("node2", 2)]
-    assert dict(fetch_hostfile(write_hostfile(tmp_path / "again", hosts))) == {"node1": 4, "node2": 2}
+    (tmp_path / "again").write_text(hostfile_text(hosts))
+    assert dict(fetch_hostfile(tmp_path / "again")) == {"node1": 4, "node2": 2}
 
 
 @pytest.mark.parametrize(

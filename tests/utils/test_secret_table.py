@@ -223,8 +223,8 @@ def test_values_of_the_environment_are_secret(monkeypatch: pytest.MonkeyPatch) -
     "name",
     words_of(
         "num_tokens max_tokens pad_token eos_token eos_token_id label_key sort_key token_ids tokens n_token "
-        "image_token key keys tokenizer tokens_per_second secrets_of_nature hub_token_file password_policy keyboard author "
-        "passing primary_key special_tokens monkey patience compass PWD OLDPWD"
+        "image_token key keys tokenizer tokens_per_second secrets_of_nature hub_token_file password_policy keyboard "
+        "author passing primary_key special_tokens monkey patience compass PWD OLDPWD"
     ),
 )
 def test_other_names_are_not_secret(name: str) -> None:
@@ -239,7 +239,7 @@ def test_other_names_are_not_secret(name: str) -> None:
     [
         "commit 0a4d55a8d778e5022fab701977c5d840bbc486d0",
         "sha256 e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
-        "/home/me/runs/2026-11-27/checkpoint-1000/model-00001-of-00002.safetensors",
+        "/scratch/me/runs/2026-11-27/checkpoint-1000/model-00001-of-00002.safetensors",
         "seed=42, data_seed: 1234567890",
         "git@github.com:owner/name.git and ssh://git@github.com/owner/name",
         "https://host:8080/path@x?page=3&step=10",
