@@ -144,6 +144,8 @@ class _Tree:
         try:
             return Located(_scalar(kind, node.value), where, node.value if node.style is None else None)
         except ValueError:  # an explicit tag such as !!int on other text, or too many digits for Python
+            if node.style is None and node.value.lstrip("+-")[:1].isdigit():
+                return Located(node.value, where, node.value)  # text; a field for a number refuses it
             problems.append(f"{where}: {shortened(node.value, 80)!r} is not a valid {kind}.")
             return Located(None, where)
 

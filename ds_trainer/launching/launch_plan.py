@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ds_trainer.launching.hosts import Host, read_hostfile, slurm_hosts
+from ds_trainer.launching.hosts import Host, host_problem, read_hostfile, slurm_hosts
 from ds_trainer.launching.launch_request import LaunchRequest
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.ranks import resolve_ranks
@@ -185,6 +185,8 @@ def _problems(plan: LaunchPlan, starts: bool) -> list[str]:
             f"launch --launcher torchrun reaches other machines ({names}) only inside a SLURM allocation; run launch "
             "on each machine with --node-rank."
         )
+    if request.master_addr is not None and (problem := host_problem(request.master_addr)):
+        problems.append(f"launch --master-addr: {problem}")
     program = _PROGRAMS.get(launcher)
     if starts and program is not None and shutil.which(program) is None:
         problems.append(f"launch --launcher {launcher}: {program} is not on PATH.")

@@ -124,7 +124,7 @@ class DataSpec:
         if not self.fine_tunes(arguments):
             if self.sequence_length == 0:
                 return [
-                    "data.sequence_length is missing; set it to the number of tokens per sample for text in blocks. "
+                    "data.sequence_length is missing, or 0; set it to the number of tokens per sample for text in blocks. "
                     "For conversations and other samples set data.max_length, the most tokens of one."
                 ]
             problems = (

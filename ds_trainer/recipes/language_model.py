@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,13 @@ def _config_of_directory(recipe: Recipe, path: str) -> PretrainedConfig:
     return config
 
 
+_SIZES = {
+    *("hidden_size", "n_embd", "d_model", "dim", "n_head", "n_heads", "head_dim", "d_ff", "ffn_dim", "n_positions"),
+    *("intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+}
+_SIZE = re.compile(r"(_size|_dim|_heads?|_layers?|_embeddings|_positions)$|^(num|n|d)_|^dim$")
+
+
 def _config_of_architecture(recipe: Recipe, architecture: dict[str, Any], tokenizer: Tokenizer) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -176,6 +184,11 @@ def _config_of_architecture(recipe: Recipe, architecture: dict[str, Any], tokeni
         f"{did_you_mean(key, valid) or f' {config_class.__name__} in transformers has the valid keys.'}"
         for key in architecture
         if key not in valid
+    ]
+    problems += [
+        f"{recipe.where(f'{name}.{key}')}: {name}.{key}={value!r} must be 1 or more."
+        for key, value in architecture.items()
+        if isinstance(value, int | float) and value < (1 if key in _SIZES else 0) and _SIZE.search(key)
     ]
     if problems:
         raise ConfigError(problems)

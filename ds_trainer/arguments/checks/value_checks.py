@@ -204,7 +204,9 @@ def _json_problems(name: str, value: Any) -> list[str]:
 
 def _combination_problems(args: TrainingArguments) -> list[str]:
     problems = []
-    if args.max_steps <= 0 and not args.num_train_epochs > 0:
+    if args.max_steps < -1:
+        problems.append(f"max_steps={args.max_steps} must be a number of optimizer steps, or -1 for num_train_epochs.")
+    elif args.max_steps <= 0 and not args.num_train_epochs > 0:
         problems.append(
             f"num_train_epochs={args.num_train_epochs!r} must be a positive number, or set max_steps to the number of "
             "optimizer steps."

@@ -17,7 +17,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import TrainerState
 from ds_trainer.checkpoint.protocol.checkpoint_directory import checkpoint_name, is_checkpoint
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -76,6 +76,11 @@ def _exists(path: Path, check: Callable[[Path], bool]) -> bool:
     return bool(distributed.broadcast_object(check(path) if distributed.rank() == 0 else None))
 
 
+def _values_seen(args: TrainingArguments, state: TrainerState) -> list[Any]:
+    name = str(args.metric_for_best_model).removeprefix("eval_")
+    return [entry[f"eval_{name}"] for entry in state.log_history if f"eval_{name}" in entry]
+
+
 def best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
     """The checkpoint to load at the end of training; None if not requested, or if there is none (with a warning).
 
@@ -85,9 +90,10 @@ def best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None
         return None
     best = state.best_model_checkpoint
     if best is None:
-        logger.warning(
-            "load_best_model_at_end=True, but the best evaluation has no checkpoint: the model keeps its last weights."
-        )
+        why = "the best evaluation has no checkpoint"
+        if state.best_metric is None and (seen := _values_seen(args, state)):
+            why = f"{args.metric_for_best_model} was never a finite number ({listed(dict.fromkeys(seen), 4)})"
+        logger.warning("load_best_model_at_end=True, but %s: the model keeps its last weights.", why)
         return None
     if not _exists(Path(best), Path.is_dir):
         logger.warning("The best checkpoint %s no longer exists: the model keeps its last weights.", best)
