@@ -402,6 +402,6 @@ class TrainingEngine:
 def _check_graph(loss: torch.Tensor) -> None:
     if not loss.requires_grad:
         raise ConfigError(
-            "The loss has no gradient: it was detached (detach(), item(), numpy()), was computed under torch.no_grad(), "
-            "or depends on no parameter that is trained."
+            "The loss has no gradient: it was detached (detach(), item(), numpy()), computed under torch.no_grad(), or "
+            "depends on no parameter that is trained."
         )

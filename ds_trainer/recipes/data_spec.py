@@ -124,8 +124,8 @@ class DataSpec:
         if not self.fine_tunes(arguments):
             if self.sequence_length == 0:
                 return [
-                    "data.sequence_length is missing, or 0; set it to the number of tokens per sample for text in blocks. "
-                    "For conversations and other samples set data.max_length, the most tokens of one."
+                    "data.sequence_length is missing, or 0; set it to the number of tokens per sample for text in "
+                    "blocks. For conversations and other samples set data.max_length, the most tokens of one."
                 ]
             problems = (
                 [] if self.sequence_length > 1 else [f"data.sequence_length={self.sequence_length} must be 2 or more."]

@@ -105,7 +105,7 @@ def is_secret(name: str) -> bool:
 
     Names of the tokens of a text (``pad_token``, ``num_tokens``) and of other keys (``sort_key``) are not.
     """
-    if name in ("PWD", "OLDPWD"):  # directories, in the environment of every shell
+    if name.lstrip("-") in ("PWD", "OLDPWD"):  # directories, in the environment of every shell
         return False
     *above, last = name.strip("\"' ").rsplit(".", 8)
     if any(word in ("secrets", "credentials", "passwords") for part in above for word in _words(part)):

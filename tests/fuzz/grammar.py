@@ -68,7 +68,7 @@ _JSON = [
     '"zero_optimization"',
 ]
 RECIPES = [
-    "model:\n  path: gpt2\ndata:\n  train: x.jsonl\n  sequence_length: 64\narguments:\n  max_steps: 2\n  output_dir: o\n",
+    "model:\n  path: gpt2\ndata:\n  train: x.jsonl\n  sequence_length: 64\narguments:\n  max_steps: 2\n  output_dir: o",
     "model: {architecture: {model_type: llama, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2}}\n"
     "task: {name: sft}\ndata: {train: [{path: x.jsonl, weight: 0.5}], eval: y.jsonl, max_length: 32}\n"
     "arguments: {learning_rate: 1e-3, deepspeed: {zero_optimization: {stage: 2}}, bf16: auto}\n",

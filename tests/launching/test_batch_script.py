@@ -136,3 +136,38 @@ def test_the_launch_command_writes_a_valid_script(capsys: pytest.CaptureFixture[
         assert completed.returncode == 0, completed.stdout
     assert main(["launch", "--time", "1:00:00", "--no-requeue", RECIPE]) == 2
     assert "--time, --no-requeue: only with --slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["job_name", "partition", "account", "folder", "sbatch_args"])
+@pytest.mark.parametrize("text", ["--a\ntouch x", "--a\rb", "--a\x1b[2J", "--a\u2028b"])
+def test_a_directive_is_one_line(field: str, text: str) -> None:
+    with pytest.raises(ConfigError, match="control characters or several lines") as caught:
+        batch_script(request(), replace(BatchRequest(), **{field: (text,) if field == "sbatch_args" else text}))
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("text", ["my run", 'a"b', "a#b", "a\\b", "a'b c"])
+def test_a_value_with_spaces_is_quoted_as_sbatch_reads_it(text: str) -> None:
+    (line,) = [one for one in options(batch_script(request(), BatchRequest(job_name=text))) if "job-name" in one]
+    assert line == 'job-name="' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def test_values_and_arguments_reach_the_job_as_they_are() -> None:
+    odd = "a\n'b'\t\x1b\\ $(touch x) `y`"
+    text = batch_script(replace(request("--data.train", odd, path="x.py"), environment={"WHERE": odd}), BatchRequest())
+    assert "\x1b" not in text and "touch x) `y`'\n" in text
+    (line,) = [one for one in text.splitlines() if one.startswith("export WHERE=")]
+    shell = shutil.which("bash")
+    assert shell is not None
+    said = subprocess.run(
+        [shell, "-c", f'{line}\nprintf %s "$WHERE"'], capture_output=True, check=True, text=True
+    ).stdout
+    assert said == odd
+
+
+def test_secrets_are_not_in_a_batch_script() -> None:
+    text = batch_script(replace(request(), environment={"WANDB_API_KEY": "s3cr3t-value"}), BatchRequest())
+    assert "s3cr3t-value" not in text and 'export WANDB_API_KEY="${WANDB_API_KEY:?' in text
+    with pytest.raises(ConfigError, match="would be written into the script") as caught:
+        batch_script(request("--token", "s3cr3t-value", path="x.py"), BatchRequest())
+    assert "s3cr3t-value" not in str(caught.value)

@@ -144,11 +144,29 @@ def test_arguments_that_a_remote_shell_would_misread_are_encoded(tmp_path: Path)
         assert decode_args(argv[-1:]) == ["x.py", argument]
 
 
-def test_deepspeed_reads_the_hostfile_of_the_user_unless_options_reduce_it(tmp_path: Path) -> None:
-    argv = command({}, tmp_path, hostfile="hosts")
-    assert argv[argv.index("--hostfile") + 1] == "hosts"
-    argv = command({}, tmp_path, hostfile="hosts", nproc_per_node=1, nodes=1)
-    assert Path(argv[argv.index("--hostfile") + 1]).read_text() == "a slots=1\n"
+def test_deepspeed_reads_a_hostfile_in_its_own_form(tmp_path: Path) -> None:
+    Path("mpich").write_text("a:2\nb slots=4\n")
+    for options, text in (({}, "a slots=2\nb slots=4\n"), ({"nproc_per_node": 1, "nodes": 1}, "a slots=1\n")):
+        request = LaunchRequest(Target("x.py"), hostfile="mpich", launcher="pdsh", **options)
+        built = build(plan_launch(request, {}, starts=False), tmp_path / str(len(options)), {}, {})
+        hostfile = Path(built.argv[built.argv.index("--hostfile") + 1])
+        assert built.files[hostfile] == text and not hostfile.exists()
+        built.write_files()
+        assert hostfile.read_text() == text
+
+
+def test_a_plan_that_is_only_shown_needs_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    request = LaunchRequest(Target("x.py"), hostfile="hosts", launcher="pdsh")
+    with pytest.raises(ConfigError, match="pdsh is not on PATH"):
+        plan_launch(request, {})
+    assert plan_launch(request, {}, starts=False).launcher == "pdsh"
+
+
+@pytest.mark.parametrize("name", ["a;touch x", "^/etc/passwd", "a b", "a\x1b[2J", "a,b", "$(id)", "-oProxyCommand=x"])
+def test_an_address_that_a_shell_would_run_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a host name"):
+        plan_launch(LaunchRequest(Target("x.py"), master_addr=name), {})
 
 
 def test_slurm_launcher_gets_a_file_because_it_drops_module(tmp_path: Path) -> None:

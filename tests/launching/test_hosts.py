@@ -72,3 +72,41 @@ def test_ranks_of_an_allocation(variables: dict[str, str], slots: list[int]) -> 
     environment = {"SLURM_JOB_NODELIST": "n[1-2]", **variables}
     assert [host.slots for host in slurm_hosts(environment)] == slots
     assert slurm_hosts(environment, 5) == [Host("n1", 5), Host("n2", 5)]
+
+
+@pytest.mark.parametrize(
+    ("line", "hosts"),
+    [
+        ("node1:2", [Host("node1", 2)]),
+        ("me@10.0.0.1 slots=3 max_slots=8", [Host("me@10.0.0.1", 3)]),
+        ("fe80::1 slots=2", [Host("fe80::1", 2)]),
+        ("node-1.example.org. slots=1", [Host("node-1.example.org.", 1)]),
+    ],
+)
+def test_forms_of_a_line(tmp_path: Path, line: str, hosts: list[Host]) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(line)
+    assert read_hostfile(str(path)) == hosts
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["^/etc/passwd", "a;touch", "a,b", "a\x1b[2J", "node\u0663", "$(id)", "-oProxyCommand", "a/b", "[::", "a" * 400],
+)
+def test_a_name_that_a_shell_would_run_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(f"{name} slots=2")
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(str(path))
+    assert "is not a host name" in str(caught.value) and "\x1b" not in str(caught.value)
+    with pytest.raises(ConfigError):
+        expand_node_list(f"a1,{name}" if "," not in name else f"{name};")
+
+
+@pytest.mark.parametrize(
+    "text", ["a[1-999999999999]", "a[1-9999]b[1-9999]", "a" + "[1]" * 5000, "a[" + "9" * 5000 + "]"]
+)
+def test_a_node_list_does_not_explode(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        expand_node_list(text)
+    assert len(str(caught.value)) < 1000

@@ -98,7 +98,7 @@ def test_train_on_is_a_word_or_roles(tmp_path: Path, given: str) -> None:
         (
             "max_length: 4K",
             "bad_lines: skip",
-            "data.sequence_length is missing, or 0; set it to the number of tokens per",
+            "data.sequence_length is missing, or 0; set it to the number of tokens",
         ),
         ("exclude: y", "bad_lines: maybe", "r.yaml:9: data.bad_lines: expected one of 'error', 'skip', got 'maybe'"),
         ("exclude: y", "long_samples: cut", "r.yaml:9: data.long_samples: expected one of 'truncate', 'drop', 'split'"),
