@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import string
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -96,7 +97,8 @@ _NAME_AND_VALUE = re.compile(
     r"""(["']?[,;]?\s+["']?value["']?[:=]\s*)("[^"\n]*"|'[^'\n]*'|[^\s"'}]+)"""
 )
 _NO_VALUES = _set("none null true false expected ~ | > |- >-")
-_PROSE = re.compile(r"[A-Za-z]{1,19}[.,;:!?]*")  # after "token: ": a word of a sentence; values have digits or length
+# After "token: ": a word of a sentence, or NAME=VALUE. Values have digits or length.
+_PROSE = re.compile(r"[A-Za-z]{1,19}[.,;:!?]*|[\w.-]+=.*")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -179,30 +181,28 @@ def _field(word: str) -> str:
 
 def command_words(words: Sequence[str]) -> list[str]:
     """The words of a command line, with secrets masked by the names of their options."""
-    register_secrets_of_words(words)
+    _known.update(_values_of_words(tuple(words)))
     shown: list[str] = without_secrets(list(words))
     return shown
 
 
-def register_secrets_of_words(words: Sequence[str]) -> None:
-    """:func:`register_secret` for the values of options with the name of a secret: ``--token abc``, ``--token=abc``."""
+@functools.lru_cache(maxsize=16)
+def _values_of_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The values of options that have the name of a secret: ``--token abc``, ``--token=abc``."""
+    found = []
     for before, word in zip(("", *words), words, strict=False):
         name, equals, value = word.partition("=")
         if equals and is_secret(name):
-            _register_found(value)
+            found.append(value)
         elif _is_option(before) and not word.startswith("--"):
-            _register_found(word)
+            found.append(word)
+    return tuple(value for value in found if _is_distinctive(value))
 
 
 def register_secret(value: str | None) -> None:
     """Have :func:`redacted` and :func:`ds_trainer.utils.logging.hide_in_logs` redact ``value`` from now on."""
     if value is not None and len(value) >= _SHORTEST:
         _known.update({value, quote(value, safe="")})
-
-
-def _register_found(value: Any) -> None:
-    if isinstance(value, str) and _is_distinctive(value):
-        register_secret(value)
 
 
 def _is_distinctive(value: str) -> bool:
@@ -224,7 +224,8 @@ def register_secrets_of(value: Any) -> None:
 
 def redacted(text: str) -> str:
     """``text`` without secrets: registered ones, those of the environment, and those that name or shape give away."""
-    for secret in sorted((*_known, *_of_environment()), key=len, reverse=True):
+    own = _values_of_words(tuple(sys.orig_argv))
+    for secret in sorted({*_known, *_of_environment(), *own}, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     text = _SHAPES.sub(_HIDDEN, text)
     if "://" in text:

@@ -67,11 +67,11 @@ def test_all_bad_lines_of_a_file_are_reported_together(folder: Path, name: str) 
 
 
 def test_lines_with_one_mistake_are_one_sentence(folder: Path) -> None:
-    turn = b'{"messages": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]}'
+    turn = b'{"messages": [{"role": "user", "content": "a"}, {"role": "asystant", "content": "b"}]}'
     path = folder / "x.jsonl"
     path.write_bytes(b"\n".join([turn] * 2000) + b"\n")
     (problem,) = problems_of(path)
-    assert problem.startswith("x.jsonl: 2,000 lines: turn 2 of 'messages' has the role 'asistant'; ")
+    assert problem.startswith("x.jsonl: 2,000 lines: turn 2 of 'messages' has the role 'asystant'; ")
     assert " (lines 1, 2, 3, ...). Did you mean 'assistant'?" in problem
 
 

@@ -26,7 +26,10 @@ IN_ARGUMENTS = "hf_inTheArguments0123456789abcd"
 IN_ENVIRONMENT = "hf_inTheEnvironment0123456789ab"
 BY_HAND = "notEvenLikeATokenOfTheHub42"
 OF_COMET = "cometKeyInTheDeepSpeedFile0815"
-SECRETS = (IN_ARGUMENTS, IN_ENVIRONMENT, BY_HAND, OF_COMET)
+IN_RUN_NAME = "passwordInTheAddress77"
+ON_COMMAND_LINE = "valueOfAnOption5150"
+OF_ANOTHER_VARIABLE = "valueOfAVariable1984"
+SECRETS = (IN_ARGUMENTS, IN_ENVIRONMENT, BY_HAND, OF_COMET, IN_RUN_NAME, ON_COMMAND_LINE, OF_ANOTHER_VARIABLE)
 _CLIENTS = ("huggingface_hub", "httpx", "httpcore", "httpx2", "httpcore2")  # before and since huggingface_hub 2
 
 
@@ -75,6 +78,8 @@ def run_on_rank(url: str, folder: str, log_file: str) -> dict[str, Any]:
 
     client.WAITS, before = (0.01,), client.WAITS
     os.environ["HF_TOKEN"] = IN_ENVIRONMENT
+    os.environ["ANOTHER_API_KEY"] = OF_ANOTHER_VARIABLE
+    before_argv, sys.orig_argv = sys.orig_argv, [*sys.orig_argv, "--wandb-key", ON_COMMAND_LINE]
     errors = []
     rank = int(os.environ["RANK"])
     try:
@@ -82,6 +87,7 @@ def run_on_rank(url: str, folder: str, log_file: str) -> dict[str, Any]:
             trainer = make_trainer(
                 Path(folder),
                 hub_token=IN_ARGUMENTS,
+                run_name=f"https://me:{IN_RUN_NAME}@host/{OF_ANOTHER_VARIABLE} of {ON_COMMAND_LINE}",
                 hub_strategy="all_checkpoints",
                 hub_always_push=True,
                 per_device_train_batch_size=1,
@@ -104,7 +110,8 @@ def run_on_rank(url: str, folder: str, log_file: str) -> dict[str, Any]:
             trainer.engine.close()
     finally:
         client.WAITS = before
-        del os.environ["HF_TOKEN"]
+        del os.environ["HF_TOKEN"], os.environ["ANOTHER_API_KEY"]
+        sys.orig_argv = before_argv
     return {"errors": errors, "given": given}
 
 
