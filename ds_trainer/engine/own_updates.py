@@ -73,9 +73,14 @@ class OwnUpdates:
         return None if self.pending else applied
 
     @property
+    def made(self) -> bool:
+        """Whether the script has updated the weights in this step."""
+        return self._updated is not None
+
+    @property
     def done(self) -> bool:
         """Whether the script has made the update of this step, with all gradients."""
-        return self._updated is not None and not self.pending
+        return self.made and not self.pending
 
     def _instead(self, original: Callable[..., Any], called: Callable[[], Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -99,7 +104,7 @@ class OwnUpdates:
         if not (engine.is_last and self._has_gradients()):
             return
         counters = {name: getattr(engine.deepspeed, name) for name in _COUNTERS}
-        again, self._updated, self.pending = self._updated is not None, None, True
+        again, self._updated, self.pending = self.made, None, True
         self._updated = engine.step(clip=self.clips)
         if again:  # one step of the loop
             vars(engine.deepspeed).update(counters)

@@ -320,8 +320,7 @@ class TrainingEngine:
             skip_update = skip_update or (self.guarded and not bool(self._grad_norm.isfinite()))
         with ExitStack() as stack:
             stack.enter_context(self.unused_parameters.applied())
-            if skip_update:
-                stack.enter_context(skipped_update(optimizer))
+            stack.enter_context(skipped_update(optimizer) if skip_update else nullcontext())
             if not clip and hasattr(optimizer, "clip_grad"):
                 stack.enter_context(attributes(optimizer, {"clip_grad": 0.0}))
             self.deepspeed.step()

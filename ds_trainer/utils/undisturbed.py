@@ -11,7 +11,8 @@ from torch import nn
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
-_LARGEST = 2**24  # entries of a buffer; larger ones hold weights (quantized layers), which no forward pass changes
+LARGEST = 2**24
+"""Entries of a buffer; larger ones hold weights (quantized layers), which no forward pass changes."""
 
 
 class KeptBuffers:
@@ -59,7 +60,7 @@ def _copies(
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers and plain attributes of the modules of ``model`` (counters) are as before."""
     modules = list(model.modules())
-    kept = KeptBuffers(modules, _LARGEST)
+    kept = KeptBuffers(modules, LARGEST)
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(plain_attributes_restored(module))

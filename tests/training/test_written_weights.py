@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from ds_trainer import ConfigError
+from ds_trainer.utils import distributed
 from tests.support.compare import relative, weight_distance
 from tests.support.pool import pool
 from tests.support.runs import whole_weights
@@ -302,3 +303,76 @@ def test_what_the_optimizer_does_not_have_is_not_trained_without_a_word(tmp_path
         assert "first.weight was unfrozen" in text
         (text, _) = pool(2).run(refused, str(tmp_path / f"{stage}"), MoreGroups, False, stage)
         assert "added a parameter group" in text
+
+
+class WritesStateDict:
+    """As scripts write files of their own; ``should_save`` is that of the main process."""
+
+    def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            torch.save(self.model.state_dict(), f"{self.args.output_dir}/own.bin")
+
+
+class WritesWhole:
+    def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
+        state = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            torch.save(state, f"{self.args.output_dir}/own.bin")
+
+
+class WritesGiven:
+    def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
+        torch.save(state_dict or self.model.state_dict(), f"{self.args.output_dir}/own.bin")
+
+
+class OfCallback:
+    pass
+
+
+class InCallback(Events):
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        weights = model.state_dict()
+        if state.is_world_process_zero:
+            torch.save(weights, f"{args.output_dir}/own.bin")
+
+
+def written(output_dir: str, saves: Any, settings: list[dict[str, Any]]) -> list[str]:
+    """What a script writes: "equal" to the weights, "other", or the message of a refusal."""
+    import ds_trainer
+
+    found = []
+    for number, setting in enumerate(settings):
+        directory = f"{output_dir}/{number}"
+        values = {"max_steps": 2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", **setting}
+        callbacks = [type("Own", (InCallback, ds_trainer.TrainerCallback), {})()] if saves is OfCallback else []
+        args = ds_trainer.TrainingArguments(directory, **values)
+        trainer = type("Own", (saves, ds_trainer.Trainer), {})(
+            Classifier(), args, train_dataset=rows(16), callbacks=callbacks
+        )
+        text = ""
+        try:
+            trainer.train()
+            trainer.save_model()
+        except ConfigError as error:
+            text = str(error)
+        if any(distributed.gather_objects(text)):
+            found.append(text)
+        else:
+            distributed.barrier()
+            wanted, own = whole_weights(trainer), torch.load(f"{directory}/own.bin")
+            same = all(own[name].shape == value.shape and (own[name] == value).all() for name, value in wanted.items())
+            found.append("equal" if same else "other")
+        trainer.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("saves", [WritesStateDict, WritesWhole, WritesGiven, OfCallback])
+def test_a_script_writes_no_empty_file(saves: Any, tmp_path: Any) -> None:
+    (*lower, small, large) = pool(2).run(
+        written, str(tmp_path), saves, [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, LARGE]
+    )[0]
+    assert lower == ["equal", "equal"] and small == "equal"
+    if saves in (WritesStateDict, OfCallback):
+        assert "ZeRO 3 has only a part of each weight" in large
+    else:
+        assert large == "equal"

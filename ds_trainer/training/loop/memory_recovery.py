@@ -31,7 +31,7 @@ from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.errors import listed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
-from ds_trainer.utils.undisturbed import KeptBuffers
+from ds_trainer.utils.undisturbed import LARGEST, KeptBuffers
 
 logger = get_logger(__name__)
 
@@ -96,7 +96,7 @@ class MemoryRecovery:
     def begin_step(self) -> None:
         """Keep the random state and the buffers (running means), before the first pass of a step."""
         self._random = random_state()
-        self._buffers = KeptBuffers(self._modules)
+        self._buffers = KeptBuffers(self._modules, LARGEST)
         self._failure = None
 
     def split(self, batches: list[Any]) -> list[Any]:
@@ -202,6 +202,8 @@ class MemoryRecovery:
     def _reason_against(self, batch: Any) -> str:
         if self._obstacle:
             return self._obstacle
+        if self._engine.updates.made:
+            return "training_step has updated the weights in this step already"
         if not self._completion.order_known:
             return "the order of the communication is not known yet; it is recorded in the first two micro-batches"
         if number_of_samples(batch) <= 1:

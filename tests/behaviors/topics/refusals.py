@@ -55,6 +55,26 @@ def torch_empty_cache_steps(api: Api) -> Any:
     return [raised(api.arguments, torch_empty_cache_steps=value) for value in (0, -1, 1.5, 1, 3)]
 
 
+def torch_empty_cache_steps_as_a_float(api: Api) -> Any:
+    return raised(api.arguments, torch_empty_cache_steps=1.0)
+
+
+def accelerator_state_that_does_not_exist(api: Api) -> Any:
+    from accelerate.state import PartialState
+
+    kept, PartialState._shared_state = PartialState._shared_state, {}
+    try:
+        return raised(api.arguments, accelerator_config={"use_configured_state": True})
+    finally:
+        PartialState._shared_state = kept
+
+
+def accelerator_config_as_a_class(api: Api) -> Any:
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    return raised(api.arguments, accelerator_config=AcceleratorConfig)
+
+
 def best_model_needs_equal_strategies(api: Api) -> Any:
     return raised(api.arguments, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="steps")
 
