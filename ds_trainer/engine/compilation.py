@@ -48,6 +48,29 @@ def compile_module(engine: DeepSpeedEngine, options: CompileOptions | None) -> N
         engine.compile(backend=options.backend, compile_kwargs=options.keywords)
 
 
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    """``model``, in which what the user gave to ``torch.compile`` is compiled in place.
+
+    ``torch.compile(module)`` returns a module around it, whose name (``_orig_mod``) would be in all names of weights:
+    ``from_pretrained`` would find none of them in what is saved.
+    """
+
+    def plain(module: Any) -> Any:
+        inner = module._modules.get("_orig_mod")
+        if inner is None or not hasattr(module, "dynamo_ctx"):
+            return module
+        inner = plain(inner)
+        inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+        return inner
+
+    whole: nn.Module = plain(model)
+    for part in whole.modules():
+        for name, child in part._modules.items():
+            if child is not None:
+                part._modules[name] = plain(child)
+    return whole
+
+
 def remove_compilation(module: nn.Module) -> None:
     """Make ``module`` plain again: torch compiles in place, and the next engine needs the plain model."""
     for part in module.modules():

@@ -126,6 +126,12 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
+        "engine/modes.py",
+        "model.training is True in evaluations",
+        UNSEEN,
+        replaces=of(ENGINE, "train", "eval"),
+    ),
+    Row(
         "engine/muon_compilation.py",
         "a start takes two seconds longer",
         UNSEEN,

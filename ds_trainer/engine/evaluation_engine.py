@@ -15,6 +15,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
+from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
 from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_input_check
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
@@ -85,6 +86,7 @@ class EvaluationEngine:
             mark_leaf_modules(model)
         with complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
+        follow_modes(self.deepspeed)
         self._library_state = Zero3Registration(without_secrets(settings)) if sharded else None
         install_mpu(self.deepspeed, mpu)
         allow_empty_slices(self.deepspeed)

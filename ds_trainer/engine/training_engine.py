@@ -34,6 +34,7 @@ from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
+from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.muon_compilation import compile_muon_when_called
 from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
 from ds_trainer.engine.own_updates import OwnUpdates
@@ -158,6 +159,7 @@ class TrainingEngine:
         ):
             keywords = {argument: optimizer, "config": deepspeed_settings(config), "mpu": mpu}
             self.deepspeed, *_ = deepspeed.initialize(model=model, **keywords)
+        follow_modes(self.deepspeed)
         check_creation(self.deepspeed.optimizer, spared)
         # DeepSpeed writes this into every checkpoint; it has already read the values that it needs.
         self.deepspeed.config = without_secrets(self.deepspeed.config)

@@ -56,27 +56,35 @@ def optimizer_class_and_arguments(
     return getattr(torch.optim, kind.name), arguments
 
 
+_GROUPS = ("params", "model", "optimizer_dict")  # names by which arguments give parameters, as in transformers
+
+
 def build_given_optimizer(
-    cls: Any, arguments: dict[str, Any], model: nn.Module, groups: list[dict[str, Any]]
+    cls: Any,
+    arguments: dict[str, Any],
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    source: str = "optimizer_cls_and_kwargs passed to the Trainer",
 ) -> torch.optim.Optimizer:
-    """Builds an optimizer of the class that the user passed as ``optimizer_cls_and_kwargs``.
+    """Builds an optimizer of the class that the user chose.
 
     Args:
         cls: an optimizer class, called with parameter groups and ``arguments``; or a factory class, whose instance is
             called with the model and ``arguments``.
-        arguments: keyword arguments; ``params`` (or ``model``) among them replaces ``groups``.
+        arguments: keyword arguments; ``params``, ``model`` or ``optimizer_dict`` among them replaces ``groups``.
         model: the model.
         groups: the Trainer's parameter groups.
+        source: who chose it, for messages.
 
     Raises:
         ConfigError: the class rejects the arguments, or does not build an optimizer.
     """
-    source = "optimizer_cls_and_kwargs passed to the Trainer"
-    rest = {name: value for name, value in arguments.items() if name not in ("params", "model")}
+    rest = {name: value for name, value in arguments.items() if name not in _GROUPS}
     if not callable(cls):
         raise ConfigError(f"{source}: {cls!r} is neither an optimizer class nor a factory class.")
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
-        return construct(cls, arguments.get("params", arguments.get("model", groups)), rest, source)
+        given = [arguments[name] for name in _GROUPS if name in arguments]
+        return construct(cls, given[-1] if given else groups, rest, source)
     try:
         factory = cls()
     except TypeError as error:

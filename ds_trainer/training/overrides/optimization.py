@@ -19,6 +19,7 @@ from ds_trainer.optim.schedule_stepping import with_rates_of_the_optimizer
 from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.training.resume.running_model import parameters_of_groups
+from ds_trainer.training.signatures import is_overridden
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Optimization(TrainerBase):
         if assembly.optimizer_class is not None:
             cls, arguments, _ = assembly.optimizer_class
             self.optimizer = build_given_optimizer(cls, arguments, over, assembly.parameter_groups(over))
+        elif is_overridden(self, Optimization, "get_optimizer_cls_and_kwargs"):
+            cls, arguments = self.get_optimizer_cls_and_kwargs(self.args, over)
+            source = f"get_optimizer_cls_and_kwargs of {type(self).__name__}"
+            self.optimizer = build_given_optimizer(cls, arguments, over, assembly.parameter_groups(over), source)
         elif library is not None:
             self.optimizer = build_library_optimizer(self.args, library, over, assembly.parameter_groups(over))
         elif is_built_here(assembly.compiled):
@@ -64,7 +69,10 @@ class Optimization(TrainerBase):
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Class and keyword arguments of ``args.optim``. Weight decay is not included: the parameter groups have it."""
+        """Class and keyword arguments of ``args.optim``. Weight decay is not included: the parameter groups have it.
+
+        A subclass may return another class, or groups of parameters as ``params`` or ``optimizer_dict``.
+        """
         return optimizer_class_and_arguments(args, model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -162,7 +170,17 @@ def check_optimizer(
     if optimizer is None:
         return
     parameters = {id(p) for p in model.parameters()}
-    if any(id(p) not in parameters for group in optimizer.param_groups for p in group["params"]):
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [tuple(p.shape) for p in given if id(p) not in parameters]
+    if 0 < len(foreign) < len(given):
+        raise ConfigError(
+            f"{len(foreign)} of the {len(given)} tensors of the {type(optimizer).__name__} (of the shapes "
+            f"{', '.join(map(str, foreign[:3]))}{', ...' if foreign[3:] else ''}) are not parameters of the model, "
+            "but of a loss or another module. The engine trains and saves those of the model. Make the other module a "
+            "part of it before the Trainer is built: model.extra = loss_module, or model[0].extra = loss_module if the "
+            "model calls its parts one by one, as those of sentence-transformers do."
+        )
+    if foreign:
         raise ConfigError(
             f"The {type(optimizer).__name__} passed to the Trainer has tensors that are not parameters of its "
             "model: it was built for another model, or an earlier train() has put ZeRO's partitions into it. "

@@ -172,3 +172,24 @@ def test_one_compile_argument_implies_the_others() -> None:
 def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(Regression(), arguments(tmp_path, **changes), train_dataset=regression_rows(4))
+
+
+def _compiled_by_script(whole: bool) -> Any:
+    if whole:
+        return torch.compile(Regression(), backend="eager")
+    model = tiny_llama(num_hidden_layers=1)
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(("whole", "stage"), [(True, 0), (True, 3), (False, 0)])
+def test_a_model_that_the_script_has_compiled(whole: bool, stage: int, tmp_path: Path) -> None:
+    """``torch.compile(model)`` is a module around the model: its name must not be in those of saved weights."""
+    plain = Regression if whole else partial(tiny_llama, num_hidden_layers=1)
+    data = partial(regression_rows, 24) if whole else partial(RaggedTokens, 24)
+    ((wanted, _, names, _),) = pool(1).run(partial(train, plain, data, tmp_path, zero_stage=stage))
+    job = partial(train, partial(_compiled_by_script, whole), data, tmp_path, zero_stage=stage)
+    ((found, graphs, compiled_names, _),) = pool(1).run(job)
+    assert_equal(found, wanted)
+    assert graphs > 0
+    assert compiled_names == names == set(plain().state_dict())

@@ -113,7 +113,7 @@ class ChunkedLoss:
             self.tokens_from = math.inf
             yield
             return
-        if _has_other_hooks(core):
+        if _has_other_hooks(core) or _is_compiled(model, core):
             yield
             return
         if self._chunk_tokens is None and not self._z_loss:
@@ -172,6 +172,12 @@ def _has_other_hooks(core: nn.Module) -> bool:
     """Whether code of others may read the output of ``core`` before the logits are given back."""
     modules = (getattr(hook, "__module__", None) or "" for hook in core._forward_hooks.values())
     return any(not name.startswith(("deepspeed.", "ds_trainer.")) for name in modules)
+
+
+def _is_compiled(*modules: nn.Module) -> bool:
+    """Whether the user has compiled the model as a whole, with its head."""
+    parts = (getattr(module, "module", module) for module in modules)
+    return any(getattr(part, "_compiled_call_impl", None) is not None for part in parts)
 
 
 def _taken(output: Any, kept: list[tuple[Any, DeferredLogits]]) -> Any:
