@@ -15,7 +15,6 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerState
-from ds_trainer.engine.compilation import compiled_in_place
 from ds_trainer.engine.quantized_weights import disable_cpu_repacking
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.library_optimizer_builder import move_grokadamw_state_to_optimizer_state
@@ -311,7 +310,7 @@ class Assembly:
     def module_of(self, given: Any) -> nn.Module:
         """The module for ``model`` or the result of ``model_init``, with the adapters of ``peft_config``."""
         self.engines.load_report = None
-        model = compiled_in_place(resolve_model(given, self.args, self.peft_config))
+        model: nn.Module = resolve_model(given, self.args, self.peft_config)
         disable_cpu_repacking(model)
         return model
 

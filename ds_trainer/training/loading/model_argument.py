@@ -14,6 +14,7 @@ from torch import nn
 from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.weights.model_description import DESCRIPTION_FILE, ModelDescription
+from ds_trainer.engine.compilation import compiled_in_place
 from ds_trainer.engine.loading.load_report import LoadReport, load_meter
 from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.engine.loading.weight_source import ChainedSource, attach_weight_source, attached_weight_source
@@ -59,6 +60,7 @@ def resolve_model(given: Any, args: TrainingArguments, peft_config: Any = None, 
             f"Hub name (auto_class and dtype: also as a configuration), but the model is a {type(given).__name__}. "
             "Remove them."
         )
+    given = compiled_in_place(given)
     if peft_config is None:
         return given
     source = attached_weight_source(given)
