@@ -223,6 +223,7 @@ ENGINE_ROWS = (
         replaces=(
             "deepspeed.runtime.utils:count_used_parameters_in_backward",
             "deepspeed.utils.nvtx:enable_nvtx",
+            *of(ENGINE, "_check_for_duplicates"),
             "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.device_count",
         ),
         relies_on=(

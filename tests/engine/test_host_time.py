@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import nvtx
 from torch import nn
 
-from ds_trainer.engine.host_time import spare_host_time, used_in_backward
+from ds_trainer.engine.host_time import check_for_duplicates, spare_host_time, used_in_backward
+
+THEIRS = DeepSpeedEngine._check_for_duplicates  # before any test leaves it out
 
 
 class Branches(nn.Module):
@@ -58,6 +63,38 @@ def test_ranges_are_named_where_a_tool_reads_them(variable: str, monkeypatch: py
     spare_host_time()
     nvtx.instrument_w_nvtx(len)([])
     assert len(ranges) == int(bool(variable))
+
+
+@pytest.mark.parametrize("doubled", [(), ("used.weight",), ("twice.weight", "frozen.bias")])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_duplicates_are_found_as_deepspeed_finds_them(doubled: tuple[str, ...]) -> None:
+    """In one group or in two, also frozen and tied ones."""
+    model = Branches()
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.SGD([{"params": [named.pop("tied.bias")]}, {"params": list(named.values())}], lr=1.0)
+    for group, name in zip(optimizer.param_groups, doubled, strict=False):
+        group["params"].append(named[name])
+    engine: Any = SimpleNamespace(module=model)
+    said: list[str] = []
+    for check in (THEIRS, check_for_duplicates):
+        try:
+            check(engine, optimizer)
+            said.append("")
+        except AssertionError as error:
+            said.append(str(error))
+    assert said[0] == said[1]
+    assert bool(said[0]) == bool(doubled)
+    spare_host_time()
+    assert DeepSpeedEngine._check_for_duplicates is check_for_duplicates
+
+
+def test_duplicates_are_looked_for_in_linear_time() -> None:
+    """18,900 tensors are those of 48 layers with 128 experts that are not stacked."""
+    model = nn.ParameterList([torch.zeros(1) for _ in range(18_900)])
+    engine, optimizer = SimpleNamespace(module=model), torch.optim.SGD(model.parameters(), lr=1.0)
+    began = time.process_time()
+    check_for_duplicates(engine, optimizer)
+    assert time.process_time() - began < 5  # DeepSpeed's takes minutes
 
 
 def test_devices_of_a_cpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
