@@ -1,20 +1,36 @@
-"""Tokenizers of the model families, made here: byte-level BPE with their special tokens, and published templates."""
+"""Tokenizers of the model families, made here: byte-level BPE with their special tokens, and their chat templates.
+
+The templates that publishers ship are read from TRL, which has them for its own tests; those in ``templates`` were
+written here, and give the text that the models of the name are trained on.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ds_trainer.data.chat.checks import trained_runs
 
 BAR = "\uff5c"  # the full-width bar of DeepSeek's tokens
-TEMPLATES = Path(__file__).parent / "templates"
+OWN_TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES_OF_TRL = {
+    "llama-3.1": "llama3_1",
+    "qwen-2.5": "qwen2_5",
+    "qwen-3": "qwen3",
+    "gemma-2": "gemma",
+    "gemma-3": "gemma3",
+    "gpt-oss": "gptoss",
+    "deepseek-r1": "deepseek_r1_distill",
+    "deepseek-v3": "deepseekv3",
+}
 
 
 class Family(NamedTuple):
@@ -73,6 +89,17 @@ FAMILIES = {
 }
 
 
+def template_of(name: str) -> str:
+    """The text of a template; skips the test where it is TRL's and TRL is not installed."""
+    if name not in TEMPLATES_OF_TRL:
+        return (OWN_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    found = importlib.util.find_spec("trl")  # not imported: that takes seconds
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"TRL (extra test), which ships the chat template of {name}, is not installed")
+    path = Path(found.submodule_search_locations[0]) / "chat_templates" / f"{TEMPLATES_OF_TRL[name]}.jinja"
+    return path.read_text(encoding="utf-8")
+
+
 @functools.cache
 def _trained() -> str:
     """A byte-level BPE of 2,000 tokens, trained on source text of the standard library."""
@@ -105,7 +132,7 @@ def make_tokenizer(family: Family) -> Any:
         tokenizer_object=Tokenizer.from_str(_trained()), bos_token=family.bos, eos_token=family.eos
     )
     tokenizer.add_tokens(list(family.others), special_tokens=True)
-    tokenizer.chat_template = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = template_of(family.template)
     return tokenizer
 
 
@@ -132,7 +159,7 @@ def sentence_piece_tokenizer(family: Family, spaces: str) -> Any:
         tokenizer_object=inner, bos_token=family.bos, eos_token=family.eos, unk_token="<unk>"
     )
     tokenizer.add_tokens(list(family.others), special_tokens=True)
-    tokenizer.chat_template = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = template_of(family.template)
     return tokenizer
 
 
