@@ -1,4 +1,4 @@
-"""Tiny vision-language models of several families: random weights, real processors (pillow), real chat templates."""
+"""Tiny vision-language models of several families: random weights, real processors, templates of their forms."""
 
 from __future__ import annotations
 
@@ -12,54 +12,46 @@ import pytest
 
 from tests.support.chat_model import chat_tokenizer
 
-# As published, shortened to what concerns text and images.
-_LLAVA = (
-    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
-    "{% if message['role'] != 'assistant' %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
-    "{% endfor %}{% else %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{% generation %}{{ content['text'] + '</s>' }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+# Written here, for text and images alone: the text that the models of each family are trained on.
+_PIECES = (
+    "{% macro pieces(content, image) %}{% for part in ([{'text': content}] if content is string else content) %}"
+    "{{ image if part.type == 'image' else part.text }}{% endfor %}{% endmacro %}"
+)
+_IM_TURNS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + pieces(message.content, image) }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 )
 _QWEN2_VL = (
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}"
-    "{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    _PIECES + "{% set image = '<|vision_start|><|image_pad|><|vision_end|>' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' if messages[0].role != 'system' }}" + _IM_TURNS
 )
-_GEMMA3 = (
-    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- if messages[0]['content'] is string -%}"
-    "{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}{%- else -%}"
-    "{%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}"
-    "{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set first_user_prefix = '' -%}"
-    "{%- set loop_messages = messages -%}{%- endif -%}{%- for message in loop_messages -%}"
-    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif -%}"
-    "{%- if (message['role'] == 'assistant') -%}{%- set role = 'model' -%}{%- else -%}"
-    "{%- set role = message['role'] -%}{%- endif -%}"
-    "{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else '') }}"
-    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
-    "{%- elif message['content'] is iterable -%}{%- for item in message['content'] -%}"
-    "{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}{%- elif item['type'] == 'text' -%}"
-    "{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}{{ '<end_of_turn>\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+_INTERNVL = _PIECES + "{% set image = '<IMG_CONTEXT>\n' %}" + _IM_TURNS
+# Images come before the text of a turn; it takes parts only, as the next one does.
+_LLAVA = (
+    "{% for turn in messages %}{{ turn.role | upper + ': ' if turn.role != 'system' }}"
+    "{% for part in turn.content if part.type == 'image' %}{{ '<image>\n' }}{% endfor %}"
+    "{% for part in turn.content if part.type == 'text' %}{% if turn.role == 'assistant' %}"
+    "{% generation %}{{ part.text + '</s>' }}{% endgeneration %}{% else %}{{ part.text + ' ' }}{% endif %}"
+    "{% endfor %}{% endfor %}{{ 'ASSISTANT:' if add_generation_prompt }}"
 )
 _IDEFICS3 = (
-    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
-    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
-    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
-    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    "{{ '<|im_start|>' }}{% for turn in messages %}"
+    "{{ turn.role | capitalize + (':' if turn.content[0].type == 'image' else ': ') }}"
+    "{% for part in turn.content %}{{ {'text': part.text, 'image': '<image>'}.get(part.type, '') }}{% endfor %}"
+    "{{ '<end_of_utterance>\n' }}{% endfor %}{{ 'Assistant:' if add_generation_prompt }}"
 )
-_INTERNVL = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['content'] is string %}"
-    "{{ message['content'] }}{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' %}"
-    "{{ '<IMG_CONTEXT>\n' }}{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}{{'<|im_end|>\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n' }}{% endif %}"
+# The first turn begins with the system prompt, and questions and answers alternate.
+_GEMMA3 = (
+    "{{ bos_token }}{% set before = namespace(system='', role='assistant') %}{% for turn in messages %}"
+    "{% if loop.first and turn.role == 'system' %}"
+    "{% set before.system = (turn.content if turn.content is string else turn.content[0].text) + '\n\n' %}"
+    "{% else %}{% if (turn.role == 'user') == (before.role == 'user') %}"
+    "{{ raise_exception('A question must follow an answer, and an answer a question.') }}{% endif %}"
+    "{{ '<start_of_turn>' + {'assistant': 'model'}.get(turn.role, turn.role) + '\n' + before.system }}"
+    "{% for part in ([{'text': turn.content}] if turn.content is string else turn.content) %}"
+    "{{ '<start_of_image>' if part.type == 'image' else part.text | trim }}{% endfor %}{{ '<end_of_turn>\n' }}"
+    "{% set before.system = '' %}{% set before.role = turn.role %}{% endif %}{% endfor %}"
+    "{{ '<start_of_turn>model\n' if add_generation_prompt }}"
 )
 
 FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3", "idefics3", "smolvlm", "internvl")
