@@ -157,8 +157,8 @@ def _preference(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> Fields
     if asked is not None:
         prompt = _text_or_turns(row, asked, directory)
         beside = [key for key in ("system", "system_prompt", "history", *_EXTRA) if key != asked and row.peek(key)]
-        if answers and isinstance(prompt, str) and beside:
-            prompt = _asked(row, asked)
+        if answers and isinstance(prompt, str) and (asked != "prompt" or beside):
+            prompt = _asked(row, asked)  # a question; a prompt may be a text that the answer goes on with
         fields["prompt"] = prompt
     elif turns is not None and answers:
         fields["prompt"] = _turns(row, turns, directory)
@@ -265,6 +265,7 @@ _UNKNOWN: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("question", "choices"), "has choices, which belong into the question; write both into prompt, and a response"),
     (("instruction", "revision"), "has a revised answer; rename it to response"),
+    (("critiques",), "has a critique of an answer; write what is asked into prompt, and the critique into response"),
     (("unanswerable_question",), "has no answer; write the one that you want into answer, beside question and context"),
     (("prompt",), "has a prompt without an answer that is known (completion, response, answer, generation)"),
 )
