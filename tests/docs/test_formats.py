@@ -21,7 +21,7 @@ from ds_trainer.data.sources.spec import SourceSpec
 from tests.data.chat.families import FAMILIES, make_tokenizer, marked
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
-_EXAMPLE = re.compile(r"^### (.+)\n\n```json\n(.*?)```\n\n(?:.+\n)*?\n?```text\n(.*?)```\n", re.MULTILINE | re.DOTALL)
+_EXAMPLE = re.compile(r"^### ([^\n]+)\n\n```json\n(.*?)```\n\n```text\n(.*?)```\n", re.MULTILINE | re.DOTALL)
 
 
 def examples() -> list[tuple[str, str, str]]:
