@@ -16,6 +16,7 @@ from ds_trainer.config.schema_values import AUTO, complaint
 from ds_trainer.utils.errors import did_you_mean
 
 _PARAMS = "optimizer.params"
+_OF_DEEPSPEED = ("bias_correction", "fp32_optimizer_states")
 
 
 def write_optimizer(builder: ConfigBuilder, args: TrainingArguments, device: str, client_optimizer: str | None) -> None:
@@ -169,6 +170,8 @@ def _torch_adam(builder: ConfigBuilder, args: TrainingArguments, device: str, ki
         use, why = False, "low-precision master weights need DeepSpeed's Adam (compiled at first use)"
     elif builder.config.offload("optimizer") is not None and builder.requested("zero_force_ds_cpu_optimizer") is True:
         use, why = False, "zero_force_ds_cpu_optimizer: DeepSpeed's CPUAdam (compiled at first use)"
+    elif device == "cuda" and any(builder.mentions(f"{_PARAMS}.{name}") for name in _OF_DEEPSPEED):
+        use, why = False, f"{' and '.join(_OF_DEEPSPEED)} are parameters of DeepSpeed's Adam (compiled at first use)"
     elif builder.config.offload("optimizer") is not None and device == "cuda":
         use, why = False, "offload on a GPU: DeepSpeed's vectorized CPUAdam (compiled at first use)"
     else:

@@ -209,10 +209,11 @@ class Schema:
             yield Finding(full, _unread(full, entry, hint), False, meant)
             return
         field = self.field(meant) if meant else None
+        certain &= field is None or (field.kind == "section") is isinstance(entry.value, dict)
         as_good_as_none = field is not None and meant.rpartition(".")[0] != home and _is_default(entry, field)
         changes = not off and certain and not as_good_as_none
         if section.strict or changes:
-            yield Finding(full, f"{entry.where}: unknown key {full}.{hint}", True, meant)
+            yield Finding(full, f"{entry.where}: unknown key {full}.{hint or ' Remove it.'}", True, meant)
             if field is not None and field.kind == "section" and isinstance(entry.value, dict):
                 yield from self._section(entry, field, full, meant)
         else:
@@ -271,11 +272,12 @@ class Schema:
     def _meant(self, key: str, section: Field, home: str) -> tuple[str, str, bool]:
         """What an unknown key probably means: a hint, the key's right place, and whether it is no coincidence."""
         homes = [place for place in _homes(self.root, key, "") if place != home]
-        if len(homes) == 1:
+        is_argument = key in TrainingArguments.__dataclass_fields__
+        if len(homes) == 1 and not (is_argument and _only_reports(homes)):
             hint = f" It belongs in {homes[0]}." if homes[0] else " It belongs at the top level."
             return hint, _join(homes[0], key), not _only_reports(homes)
-        if key in TrainingArguments.__dataclass_fields__:
-            return " It is an argument, not a DeepSpeed key.", "", True
+        if is_argument:
+            return " It is an argument, not a DeepSpeed key. Set it there, and remove it here.", "", True
         if key in _OF_OPTIMIZERS and home != "optimizer.params":
             return " It belongs in optimizer.params.", _join("optimizer.params", key), True
         names = [*section.fields, *section.aliases]
@@ -287,7 +289,7 @@ class Schema:
         if 1 < len(homes) <= 3 and all(homes):
             return f" It belongs in {' or '.join(homes)}.", "", not _only_reports(homes)
         known = ", ".join(section.fields)
-        return f" Known keys: {known}." if len(section.fields) <= 12 else "", "", False
+        return f" Remove it. Known keys: {known}." if len(section.fields) <= 12 else "", "", False
 
 
 _OF_OPTIMIZERS = ("lr", "betas", "eps", "momentum")

@@ -18,6 +18,7 @@ from hjson.decoder import JSONArray, JSONObject, getNext, make_scanner, scantfnn
 from hjson.scanner import linecol
 
 from ds_trainer.arguments.yaml_reader import Located
+from ds_trainer.config.schema_values import AUTO
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_user_file
 from ds_trainer.utils.secrets import is_secret, masked, without_secrets
@@ -203,6 +204,7 @@ class _Decoder(hjson.HjsonDecoder):
             self.swallowed.append(
                 f"{self._where(start)}: the unquoted string {shown} extends to the end of the line; {remedy}"
             )
+            value = AUTO  # so that nothing else is said about it
         return value, end
 
     def unterminated(self, text: str) -> str:

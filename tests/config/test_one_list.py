@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,17 @@ LISTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ['hysteresis="two"', "gradient_clipping=-1", "fp16 needs a GPU"],
     ),
 ]
+
+
+def test_a_placeholder_is_one_problem(tmp_path: Path) -> None:
+    """A template whose words were not replaced: one problem for each of them, and nothing about its type."""
+    file = tmp_path / "template.json"
+    file.write_text('{\n"train_batch_size": BATCH,\n"fp16": {"enabled": FP16,\n"loss_scale": 0}\n}')
+    problems = said(deepspeed=str(file))
+    assert [problem.partition(" extends")[0] for problem in problems] == [
+        f"{file}:2: the unquoted string 'BATCH,'",
+        f"{file}:3: the unquoted string 'FP16,'",
+    ]
 
 
 @pytest.mark.parametrize(("file", "arguments", "parts"), LISTS, ids=lambda value: str(value)[:50])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_trainer.config.optimizer_types import BUILT_HERE, OF_NAME, TYPES, OptimizerType
+from ds_trainer.utils.errors import ConfigError
 from tests.config.support import compiled
 
 # Read by DeepSpeed itself and taken out before the class sees the rest.
@@ -76,3 +77,16 @@ def test_optimizers_built_here_can_be_built(kind: str) -> None:
     assert is_built_here(config)
     optimizer = build_optimizer(config, [{"params": [torch.nn.Parameter(torch.ones(2))]}])
     assert type(optimizer).__name__ == kind and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_parameters_of_deepspeeds_adam_choose_it() -> None:
+    """A file that only DeepSpeed's Adam understands is not given to torch's, where DeepSpeed's can run."""
+    for params in ({"bias_correction": False}, {"fp32_optimizer_states": True}):
+        file = {"optimizer": {"type": "Adam", "params": params}}
+        assert compiled(device="cuda", deepspeed=file).get("optimizer.params.torch_adam") is False
+        with pytest.raises(ConfigError, match="parameters of DeepSpeed's Adam"):
+            compiled(device="cpu", deepspeed=file)
+    file = {"zero_force_ds_cpu_optimizer": True, "optimizer": {"type": "AdamW"}}
+    config = compiled(device="cpu", zero_stage=2, offload_optimizer="cpu", deepspeed=file)
+    assert config.get("optimizer.params.torch_adam") is False
+    assert config.get("zero_force_ds_cpu_optimizer") is True

@@ -118,6 +118,27 @@ def test_another_key_was_meant(mapping: dict[str, Any], advice: str) -> None:
     assert advice in problem and "does not read" not in problem
 
 
+def test_a_key_of_another_kind_was_not_meant() -> None:
+    """A note is not the section of a similar name, whatever its spelling."""
+    for mapping in ({"comment": "what this file is for"}, {"_comment": ["a"]}, {"pipelines": 3}, {"optimizers": None}):
+        (warning,) = said(deepspeed=mapping)
+        assert "does not read" in warning
+    (problem,) = said(deepspeed={"pipelines": {"stages": 2}})
+    assert "Did you mean 'pipeline'?" in problem
+
+
+def test_a_key_that_is_refused_is_to_be_removed_or_replaced() -> None:
+    """Whatever is unknown in a block with a pydantic model, and options that older versions had there."""
+    for mapping, cure in (
+        ({"compile": {"enabled": True, "backend": "inductor"}}, "Set torch_compile, an argument."),
+        ({"compile": {"xyzzy": 1}}, "unknown key compile.xyzzy. Remove it."),
+        ({"fp16": {"scale_tolerance": 0.25}}, "Remove it. Known keys: enabled"),
+        ({"fp16": {"opt_level": "O2"}}, "It was an option of apex"),
+        ({"seed": 3}, "It is an argument, not a DeepSpeed key. Set it there, and remove it here."),
+    ):
+        assert cure in said(deepspeed=mapping)[0]
+
+
 def test_a_misplaced_key_that_asks_for_nothing_is_accepted() -> None:
     for mapping in ({"offload_param": {"device": "none"}}, {"reduce_scatter": True}, {"verbose": True}):
         (warning,) = said(deepspeed=mapping)

@@ -40,7 +40,7 @@ OFFLOAD_ENGINES = (
         # filled column by column (zenflow_utils) and read row by row (_update_model_bit16_weights).
         "zenflow-needs-stage-3",
         "SuperOffload and ZenFlow",
-        ("zero_optimization.zenflow.topk_ratio", _STAGE),
+        ("zero_optimization.zenflow", _STAGE),
         lambda c: c.zero("zenflow") is not None and c.stage != 3,
         "at ZeRO stages 1 and 2, ZenFlow of DeepSpeed 0.19.8 starts from scrambled weights",
         "Set zero_stage=3, or remove zenflow.",
@@ -48,7 +48,7 @@ OFFLOAD_ENGINES = (
     Rule(
         "zenflow-needs-gpu",
         "SuperOffload and ZenFlow",
-        ("zero_optimization.zenflow.topk_ratio",),
+        ("zero_optimization.zenflow",),
         lambda c: c.zero("zenflow") is not None and c.on_cpu,
         "ZenFlow needs a GPU, and this job runs on CPUs",
         "Remove zenflow.",
@@ -56,7 +56,7 @@ OFFLOAD_ENGINES = (
     Rule(
         "zenflow-without-accumulation",
         "SuperOffload and ZenFlow",
-        ("zero_optimization.zenflow.topk_ratio", "gradient_accumulation_steps"),
+        ("zero_optimization.zenflow", "gradient_accumulation_steps"),
         lambda c: c.zero("zenflow") is not None and c.get("gradient_accumulation_steps", 1) > 1,
         "ZenFlow updates the weights after micro-batches, at its own update_interval",
         "Set gradient_accumulation_steps=1.",
@@ -64,7 +64,7 @@ OFFLOAD_ENGINES = (
     Rule(
         "zenflow-needs-offload",
         "SuperOffload and ZenFlow",
-        ("zero_optimization.zenflow.topk_ratio", _OFFLOAD_OPTIMIZER),
+        ("zero_optimization.zenflow", _OFFLOAD_OPTIMIZER),
         lambda c: c.zero("zenflow") is not None and not c.offloads("optimizer", "cpu"),
         "ZenFlow needs the optimizer in host memory",
         "Set offload_optimizer=cpu.",

@@ -63,9 +63,10 @@ class RuleContext:
         return library_optimizer(self.args) if self.client_optimizer is None else None
 
     def describe(self, name: str) -> str | None:
-        """A value of the configuration or an argument with its source; None if it does not exist."""
-        if name in self.config:
-            return self.config.describe(name)
+        """A value of the configuration (of a section, its first) or an argument with its source; None without it."""
+        for path in self.config.paths():
+            if path == name or path.startswith(f"{name}."):
+                return self.config.describe(path)
         if hasattr(self.args, name):
             return f"{name}={getattr(self.args, name)} ({self.args.where(name)})"
         return None
@@ -111,7 +112,7 @@ class Rule:
     Attributes:
         name: short unique name, for tests and documentation.
         topic: heading in the support matrix.
-        culprits: paths (or arguments) whose values the message names, if they are set.
+        culprits: paths, sections or arguments whose values the message names, if they are set.
         broken: whether a context breaks the rule.
         needs: the requirement, a clause: "fp16 needs a GPU".
         remedy: what to change, a sentence.

@@ -29,12 +29,7 @@ TRAINER = (
     Rule(
         "activation-checkpointing-is-enabled",
         "Settings that the Trainer manages",
-        (
-            "activation_checkpointing.cpu_checkpointing",
-            "activation_checkpointing.partition_activations",
-            "activation_checkpointing.number_checkpoints",
-            "activation_checkpointing.profile",
-        ),
+        ("activation_checkpointing",),
         lambda c: c.get("activation_checkpointing") is not None and not c.args.activation_checkpointing,
         "these keys configure activation checkpointing, which is not enabled",
         "Set activation_checkpointing=True.",
@@ -86,7 +81,7 @@ TRAINER = (
     Rule(
         "weight-quantization-in-training",
         "Settings that the Trainer manages",
-        ("weight_quantization.enabled", "weight_quantization.num_bits", "weight_quantization.post_init_quant"),
+        ("weight_quantization",),
         lambda c: (
             c.get("weight_quantization") is not None and not c.get("weight_quantization.quantized_initialization")
         ),
@@ -121,7 +116,7 @@ TRAINER = (
     Rule(
         "pipeline-of-one-stage",
         "Settings that the Trainer manages",
-        ("pipeline.stages", "pipeline.partition", "pipeline.activation_checkpoint_interval"),
+        ("pipeline",),
         lambda c: c.get("pipeline") is not None and c.get("pipeline.stages") in (None, 1, "auto"),
         "DeepSpeed reads pipeline for models that are a PipelineModule",
         "Remove it.",
@@ -192,7 +187,7 @@ TRAINER = (
     Rule(
         "checkpoint-writer-needs-gpu",
         "Settings that the Trainer manages",
-        ("checkpoint.writer.type",),
+        ("checkpoint.writer",),
         lambda c: c.get("checkpoint.writer") is not None and c.on_cpu,
         "DeepSpeed's checkpoint writers need a GPU, and this job runs on CPUs",
         "Remove checkpoint.writer.",
@@ -200,7 +195,7 @@ TRAINER = (
     Rule(
         "datastates-needs-package",
         "Settings that the Trainer manages",
-        ("datastates_ckpt.host_cache_size",),
+        ("datastates_ckpt",),
         lambda c: c.get("datastates_ckpt") is not None and c.lacks("datastates"),
         "this checkpoint engine needs a package that is not installed: datastates",
         "Install datastates-llm, or remove datastates_ckpt.",
