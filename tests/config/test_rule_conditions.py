@@ -191,7 +191,8 @@ CASES = [
     keeps("bucket-is-even", zero_stage=3, deepspeed=zero(allgather_bucket_size=1000001)),
     breaks("bucket-is-even", zero_stage=2, deepspeed=zero(allgather_bucket_size=1000001)),
     keeps("predivide-with-reduce-scatter", zero_stage=0, deepspeed={"prescale_gradients": True}),
-    breaks("predivide-with-reduce-scatter", zero_stage=1, deepspeed={"gradient_predivide_factor": 2.0}),
+    breaks("predivide-with-reduce-scatter", zero_stage=2, deepspeed={"gradient_predivide_factor": 2.0}),
+    keeps("predivide-with-reduce-scatter", zero_stage=1, deepspeed={"gradient_predivide_factor": 2.0}),
     breaks("zeropp-needs-stage-3", zero_stage=2, world=2, deepspeed=zero(zero_hpz_partition_size=2)),
     breaks("zeropp-needs-stage-3", zero_stage=2, deepspeed=_INT4),  # not read, so nothing else is wrong with it
     keeps("zeropp-needs-stage-3", zero_stage=2, deepspeed=zero(zero_quantized_nontrainable_weights=True)),

@@ -218,7 +218,7 @@ ZERO = (
         "ZeRO",
         ("prescale_gradients", "gradient_predivide_factor", "zero_optimization.reduce_scatter"),
         lambda c: (
-            c.stage > 0
+            c.stage > 1
             and c.zero("reduce_scatter", True) is True
             and (c.on("prescale_gradients") or float(c.get("gradient_predivide_factor", 1.0)) != 1.0)
         ),
