@@ -213,3 +213,12 @@ class BackwardPasses:
                 except RuntimeError:  # torch.autograd.grad for this parameter
                     return False
         return False
+
+
+def check_graph(loss: torch.Tensor) -> None:
+    """Raise ConfigError if ``loss`` has no graph to back-propagate through."""
+    if not loss.requires_grad:
+        raise ConfigError(
+            "The loss has no gradient: it was detached (detach(), item(), numpy()), computed under torch.no_grad(), or "
+            "depends on no parameter that is trained."
+        )

@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
-from ds_trainer.engine.backward_passes import BackwardPasses
+from ds_trainer.engine.backward_passes import BackwardPasses, check_graph
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.finite_step import (
     SkippedStepError,
@@ -241,12 +241,8 @@ class TrainingEngine:
             self._accumulation.complete()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagates ``loss``, a scalar already divided by the item count of the global batch.
-
-        Raises:
-            ConfigError: it has no graph.
-        """
-        _check_graph(loss)
+        """Back-propagates ``loss``, a scalar already divided by the item count of the global batch."""
+        check_graph(loss)
         ranks = self._averaged_over
         loss = loss * (loss_factor(loss, ranks) if self.guarded else ranks)
         if self.passes is not None:
@@ -264,7 +260,7 @@ class TrainingEngine:
         self._backward_among_others(loss * (loss_factor(loss, 1) if self.guarded else 1.0), retain_graph)
 
     def _backward_among_others(self, loss: torch.Tensor, retain_graph: bool) -> None:
-        _check_graph(loss)
+        check_graph(loss)
         if self.passes is None:
             raise ConfigError("accelerator.backward was called outside of an overridden training_step or compute_loss.")
         self.deepspeed.set_gradient_accumulation_boundary(self.is_last and not self.completes_late)
@@ -398,11 +394,3 @@ class TrainingEngine:
         reset_deepspeed_groups()
         if self._compiled:
             remove_compilation(module)
-
-
-def _check_graph(loss: torch.Tensor) -> None:
-    if not loss.requires_grad:
-        raise ConfigError(
-            "The loss has no gradient: it was detached (detach(), item(), numpy()), computed under torch.no_grad(), or "
-            "depends on no parameter that is trained."
-        )

@@ -19,6 +19,7 @@ from ds_trainer.recipes.language_model import language_model_config, tokenizer_o
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.printable import shown
 
 
 def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
@@ -71,11 +72,11 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
         print(f"data.streaming: the first {STREAMED:,} records of each source are read here.")
         shares = [spec.weight or 1.0 for _, spec in recipe.data.sources("train")]
         for (name, _), share in zip(trained, shares, strict=True) if only is None else ():
-            print(f"{name}: {share / sum(shares):.1%} of the samples")
+            print(shown(f"{name}: {share / sum(shares):.1%} of the samples"))
     figures = write_page([*trained, *evaluated], encoder, _options(recipe, options, len(trained), only), print)
     problems = bad.problems()
     for problem in problems:
-        print(problem)
+        print(shown(problem))
     return recipe.data.bad_lines == "skip" or not (problems or any(found.refused for found in figures.values()))
 
 

@@ -152,7 +152,7 @@ def _config_of_directory(recipe: Recipe, path: str) -> PretrainedConfig:
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # code of any configuration, which may raise anything for values it does not expect
         raise ConfigError(f"{where}: model.path: {path!r}: {_first_line(error)}") from error
     return config
 

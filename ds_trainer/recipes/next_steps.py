@@ -10,6 +10,7 @@ from pathlib import Path
 from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.saved_model import SavedModel, find_saved_model
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.printable import shown
 
 _AUTO_CLASSES = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -118,6 +119,6 @@ def _upload(path: Path) -> str:
 def print_next_steps(directory: str | Path) -> None:
     """Print :func:`next_steps`; a model that cannot be found is no reason to fail a run that has ended well."""
     try:
-        print(next_steps(directory), flush=True)
+        print(shown(next_steps(directory)), flush=True)
     except ConfigError as error:
-        print(f"\nThe model is in {directory}, but cannot be loaded from there: {error}", flush=True)
+        print(shown(f"\nThe model is in {directory}, but cannot be loaded from there: {error}"), flush=True)

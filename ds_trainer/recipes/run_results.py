@@ -15,6 +15,7 @@ from ds_trainer.monitor.units import human_duration
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
+from ds_trainer.utils.printable import shown
 from ds_trainer.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def train_and_report(
         "recipe": {"path": recipe.path, **recipe.to_dict()},
         "versions": versions(),
     }
-    print(text(results, evaluation), flush=True)
+    print(shown(text(results, evaluation)), flush=True)
     write_json(output_dir / RESULTS_NAME, without_secrets(results))
     return results
 

@@ -144,8 +144,16 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The JSON value in ``path``."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """The JSON value in ``path``.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def read_user_file(path: str | os.PathLike[str], source: str, kind: str, most: int = MOST_BYTES) -> str:

@@ -16,7 +16,8 @@ import torch
 
 from ds_trainer.utils import files
 from ds_trainer.utils.errors import ConfigError, did_you_mean, listed
-from ds_trainer.utils.files import read_json, write_json, write_text_atomic
+from ds_trainer.utils.files import read_json, read_user_file, write_json, write_text_atomic
+from ds_trainer.utils.printable import one_line, printable
 from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process, set_seed
 from ds_trainer.utils.sizes import parse_size, parse_tokens
 
@@ -114,3 +115,45 @@ def test_seed_this_process_matches_set_seed() -> None:
     wanted = random_draws()
     seed_this_process(3**33)
     assert random_draws() == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b[2J", "\x9b1m", "\r", "\b", "\u202e", "\u2028", "\u2066", "\ud800", "\x7f", "\ufeff"]
+)
+def test_what_controls_a_terminal_is_escaped(text: str) -> None:
+    for clean in (printable(f"a{text}b\n\tc"), str(ConfigError(f"a{text}b\n\tc"))):
+        assert text not in clean and clean.startswith("a\\") and clean.endswith("b\n\tc")
+    assert one_line(f"{text}\n\t").isprintable()
+    assert printable("é 漢字 😀 ⟦x⟧\n\t") == "é 漢字 😀 ⟦x⟧\n\t"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fifo", "is a named pipe"),
+        ("/dev/zero", "is a device"),
+        ("folder", "is a directory"),
+        ("loop", "cannot be read"),
+        ("large", "is larger than 16 MiB"),
+        ("latin", "is not UTF-8 text"),
+        ("zeros", "has a NUL byte"),
+        ("gone", "does not exist"),
+        ("a" * 5000, "cannot be read"),
+        ("a\0b", "cannot be read"),
+        ("~nosuchuser/x", "does not exist"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    Path("folder").mkdir()
+    Path("loop").symlink_to("loop")
+    with open("large", "wb") as file:
+        file.truncate(10 * 2**30)  # without blocks
+    Path("latin").write_bytes("é".encode("latin-1"))
+    Path("zeros").write_bytes(b"a\0b")
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_user_file(name, f"The file {name!r}", "text file")
+    assert len(str(caught.value)) < 600

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ds_trainer.data.chat.messages import Message
 from ds_trainer.data.chat.problems import RenderError
-from ds_trainer.data.chat.templates import has_markers, with_fixed_date
+from ds_trainer.data.chat.templates import has_markers, refuse_excess, with_fixed_date
 
 # A text that no data and no template has; templates neither trim nor escape it.
 SENTINEL = "\u241fds7q\u241f"
@@ -34,6 +34,7 @@ class Renderer:
     """
 
     def __init__(self, template: str, tokenizer: Any, template_kwargs: dict[str, Any], date: str) -> None:
+        refuse_excess(template)
         self.template = template
         self.markers = has_markers(template)
         self._dated, dates = with_fixed_date(template, date)
@@ -69,8 +70,10 @@ class Renderer:
             )
         except jinja2.TemplateError as error:
             raise RenderError(str(error) or type(error).__name__) from error
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RenderError(f"{type(error).__name__}: {error}") from error
+        except (MemoryError, RecursionError) as error:
+            raise RenderError(f"it takes too much memory or is nested too deeply ({type(error).__name__})") from error
         return Rendered(texts[0], [(start, end) for start, end in marked[0] if end > start] if markers else [])
 
     def _as_given(self, message: Message) -> Message:

@@ -10,6 +10,7 @@ from ds_trainer.monitor.report.outcome import Outcome, outcome_of
 from ds_trainer.monitor.report.run_files import RunFiles, is_number
 from ds_trainer.monitor.step_line import phrases
 from ds_trainer.monitor.units import human_bytes, human_count, human_duration
+from ds_trainer.utils.printable import one_line
 
 _GIB = 2**30
 _SIDE_BY_SIDE = 90  # characters from which two curves stand side by side
@@ -37,12 +38,7 @@ def screen_lines(files: RunFiles, width: int, height: int, age: float | None) ->
     bottom = bottom[-max(1, height - len(top) - 6) :]
     room = height - len(top) - len(bottom)
     lines = [*top, *_curves(files, width, room), *bottom]
-    return [_clean(line)[:width] for line in lines[:height]]
-
-
-def _clean(line: str) -> str:
-    """Without control characters, which a message could contain."""
-    return "".join(character if character.isprintable() else " " for character in line)
+    return [one_line(line)[:width] for line in lines[:height]]
 
 
 def _progress(files: RunFiles, outcome: Outcome, width: int) -> list[str]:

@@ -11,6 +11,7 @@ from ds_trainer.monitor.report.comparison import comparison_of, comparison_page
 from ds_trainer.monitor.report.contents import read_report
 from ds_trainer.monitor.report.page import report_page
 from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.printable import printable
 
 PAGE_NAME, CONTENT_NAME = "report.html", "report.json"
 COMPARISON_NAME = "comparison"
@@ -25,7 +26,7 @@ def write_report(directory: Path, device_hour_price: float | None = None) -> Pat
     """
     report = read_report(directory, device_hour_price)
     _write_json(directory / CONTENT_NAME, report)
-    _write(directory / PAGE_NAME, report_page(report))
+    _write(directory / PAGE_NAME, printable(report_page(report)))
     return directory / PAGE_NAME
 
 
@@ -38,7 +39,7 @@ def write_comparison(first: Path, second: Path, target: Path, device_hour_price:
     """
     comparison = comparison_of(read_report(first, device_hour_price), read_report(second, device_hour_price))
     _write_json(target.with_suffix(".json"), comparison)
-    _write(target, comparison_page(comparison))
+    _write(target, printable(comparison_page(comparison)))
     return target
 
 

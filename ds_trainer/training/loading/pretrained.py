@@ -171,7 +171,7 @@ def read_config(config: Any, directory: Path, name: str, trust_remote_code: bool
             config, unused = AutoConfig.from_pretrained(
                 path, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **overrides
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # code of any configuration, which may raise anything for values it does not expect
             raise ConfigError(
                 f"{name}: its config.json cannot be loaded: {' '.join(str(error).split())[:400]}"
             ) from error

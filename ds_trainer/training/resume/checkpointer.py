@@ -50,6 +50,7 @@ from ds_trainer.training.resume.resumption import (
 from ds_trainer.training.resume.rollback import rollback_checkpoint
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.printable import shown
 from ds_trainer.utils.sizes import parse_size
 
 logger = get_logger(__name__)
@@ -387,4 +388,4 @@ class Checkpointer:
 
     def _print(self, text: str) -> None:
         if self._run.is_main_process:
-            print(text, flush=True)
+            print(shown(text), flush=True)
