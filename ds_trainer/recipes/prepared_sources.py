@@ -16,7 +16,7 @@ from ds_trainer.data.sources.held_out import HeldOut
 from ds_trainer.data.sources.record import Record
 from ds_trainer.data.sources.source import Source, read_file
 from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, listed
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,9 @@ def prepare_sources(
     except NothingPrepared as error:
         if split is None or held_out or error.records:
             raise
+        if not any(True for source in sources for _ in source.read(BadLines("skip"))):
+            names = listed(file.path.name for source in sources for file in source.files)
+            raise ConfigError(f"{sources[0].key}: {names}: there are no records in it.") from error
         raise ConfigError(
             f"data.held_out takes all of the records ({split.portion:.3g} of them are wanted). Equal "
             "records are on the same side; give a smaller share, or a number of samples."

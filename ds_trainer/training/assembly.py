@@ -52,7 +52,7 @@ from ds_trainer.training.startup.process_setup import configure_process
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.telemetry import Telemetry
 from ds_trainer.utils.devices import free_memory
-from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.files import write_result
 from ds_trainer.utils.seeds import set_seed
 
 _LIBRARIES = {"torch", "transformers", "peft", "deepspeed", "ds_trainer"}
@@ -383,7 +383,7 @@ class Assembly:
         handler = self.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         if trainer.is_world_process_zero():
-            write_text_atomic(self.output_dir / "ds_config.json", self.compiled.to_json() + "\n")
+            write_result(self.output_dir / "ds_config.json", self.compiled.to_json() + "\n")
 
     def model_for_evaluation(self, half: str | None) -> nn.Module:
         """The module to call in an evaluation, with weights in the format ``half``. Collective."""

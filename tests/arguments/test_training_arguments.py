@@ -136,6 +136,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"torch_autocast": "bfloat16"}, "torch_autocast='bfloat16' is not one of none, bf16, fp16"),
     ({"offload_optimizer": "disk"}, "offload_optimizer='disk' is not one of none, cpu, nvme"),
     ({"offload_param": True}, "offload_param=True is not one of none, cpu, nvme"),
+    ({"max_steps": -5}, "max_steps=-5 must be a number of optimizer steps, or -1 for num_train_epochs"),
     ({"max_steps": 0, "num_train_epochs": 0}, "num_train_epochs=0 must be a positive number"),
     ({"max_steps": 2.5}, "max_steps=2.5: expected int"),
     ({"seed": -1}, "seed=-1 must be an integer"),

@@ -65,3 +65,10 @@ def test_a_share_that_leaves_one_side_empty_is_explained(folder: Path, share: fl
         read(folder, held_out=share)
     found = found.format(equal="Equal records are on the same side;")
     assert f"data.held_out {found} share, or a number of samples." in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_file_is_named(folder: Path, text: str) -> None:
+    (folder / "x.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.jsonl: there are no records in it"):
+        read(folder, held_out=0.05)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_trainer import Trainer
+from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import weight_distance
 from tests.support.models import PlainLanguageModel, RaggedTokens, regression_rows, tiny_llama
 from tests.support.pool import pool
@@ -179,3 +180,24 @@ def test_a_plain_model_is_not_affected(tmp_path: Path) -> None:
     trainer = made(Trainer, tmp_path, model=PlainLanguageModel(), data=RaggedTokens(8))
     trainer.train()
     assert trainer._ds_trainer.losses.rule.scale == 1.0 and trainer._ds_trainer.losses.rule.replicas is None
+
+
+class Detached(Trainer):
+    """A mistake: the loss has lost its graph."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        return model(**inputs).loss.detach()
+
+
+def test_a_loss_without_a_graph_is_one_sentence(tmp_path: Path) -> None:
+    trainer = made(Detached, str(tmp_path), model=tiny_llama(), data=RaggedTokens(16), zero_stage=0)
+    with pytest.raises(ConfigError, match="The loss has no gradient: it was detached"):
+        trainer.train()
+    trainer.engine.close()
+
+
+def test_a_directory_in_place_of_a_written_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json" / "x").mkdir(parents=True)
+    trainer = made(Trainer, str(tmp_path), model=tiny_llama(), data=RaggedTokens(16), zero_stage=0)
+    with pytest.raises(ConfigError, match=r"ds_config\.json cannot be written: Is a directory"):
+        trainer.train()

@@ -91,7 +91,8 @@ def best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None
     best = state.best_model_checkpoint
     if best is None:
         why = "the best evaluation has no checkpoint"
-        if state.best_metric is None and (seen := _values_seen(args, state)):
+        seen = _values_seen(args, state)
+        if seen and not any(math.isfinite(value) for value in seen):
             why = f"{args.metric_for_best_model} was never a finite number ({listed(dict.fromkeys(seen), 4)})"
         logger.warning("load_best_model_at_end=True, but %s: the model keeps its last weights.", why)
         return None

@@ -254,6 +254,15 @@ def test_a_missing_best_checkpoint_does_not_end_training(tmp_path: Path, caplog:
     assert list_checkpoints(tmp_path)[-1].name == "checkpoint-8"
 
 
+def test_a_metric_that_is_never_a_number_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    logging.getLogger("ds_trainer").propagate = True
+    scores = [float("nan")] * 8
+    train_with_trainer(tmp_path, scores, zero_stage=0, load_best_model_at_end=True).train()
+    assert "was never a finite number (nan): the model keeps its last weights" in caplog.text
+
+
 # -- early stopping, in runs -------------------------------------------------------------------------------------------
 
 
