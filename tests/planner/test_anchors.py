@@ -114,8 +114,9 @@ def test_the_host_time_of_zero_3_is_the_measured_one(ranks: int) -> None:
     for line in lines:
         if line["whose"] == "ds_trainer" and line["ranks"] == ranks:
             medians.setdefault(line["model"], {})[line["stage"]] = line["micro-batch"][1] / line["tensors"]
-    assert medians
-    for model, seconds in medians.items():
+    measured = {model: seconds for model, seconds in medians.items() if seconds.keys() >= {0, 3}}
+    assert measured
+    for model, seconds in measured.items():
         assert 0.6 < (seconds[3] - seconds[0]) / _ZERO_3_SECONDS < 1.6, model
 
 
