@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from ds_trainer.cli.main import main
-from ds_trainer.recipes.classification_job import classification_metrics
+from ds_trainer.data.sources.rows import Row
+from ds_trainer.recipes.classification_job import LabeledRows, classification_metrics
+from ds_trainer.recipes.embedding_formats import read_row
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
 from ds_trainer.utils.errors import ConfigError
@@ -211,6 +213,20 @@ def test_bad_lines_of_a_task(tmp_path: Path) -> None:
     assert "data.jsonl:38: no key 'rejected'" in lines
     found = read_preferences(tmp_path, "--data.bad_lines=skip")
     assert found.samples() == {"train": 28, "eval": 8, "bad_lines": 2}
+
+
+def test_keys_that_no_rule_of_a_task_reads(tmp_path: Path) -> None:
+    rows = [
+        {**row, "rating": number, "margin": 1 if number else None} for number, row in enumerate(ROWS["preferences"])
+    ]
+    write_rows(tmp_path / "data.jsonl", rows)
+    for found in (read_preferences(tmp_path), read_preferences(tmp_path)):  # the second one is found in its files
+        trained = len(found.train)
+        assert found.unread["rating"] == trained and found.unread["margin"] in (trained, trained - 1)
+    labeled = LabeledRows(load_recipe(recipe(tmp_path, "classification", "labels.jsonl")))
+    assert labeled(Row("x:1", {"text": "a", "label": 3, "id": 7, "note": None})).unread == ("id",)
+    pair = {"anchor": "a", "positive": "b", "negative_2": "c"}
+    assert read_row(Row("x:1", pair)).unread == ("negative_2",)
 
 
 def test_columns_that_only_later_samples_have(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def _parts_by_offset(content: Any, details: Any, name: str) -> list[dict[str, An
     for detail in details if isinstance(details, list) else [details]:
         try:
             begin, end, train = detail["begin_offset"], detail["end_offset"], detail["train"]
-            valid = 0 <= begin <= end < len(content) and train in (0, 1)
+            valid = type(begin) is type(end) is int and 0 <= begin <= end < len(content) and train in (0, 1)
         except (TypeError, KeyError, IndexError):
             valid = False
         if not valid:

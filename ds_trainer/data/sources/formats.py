@@ -178,7 +178,9 @@ def _rejected_beside(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> F
     last = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     prompt, chosen = turns[: last + 1], turns[last + 1 :]
     if rejected[0]["role"] != "assistant":  # a whole conversation
-        rejected = rejected[last + 1 :] if rejected[: last + 1] == prompt else []
+        begin = [turn for turn in prompt if turn["role"] != "system"]
+        rejected = [turn for turn in rejected if turn["role"] != "system"]
+        rejected = rejected[len(begin) :] if rejected[: len(begin)] == begin else []
     if not chosen or not rejected or chosen == rejected:
         raise BadRecord(f"{keys[-1]!r} must be another answer to the last question of {keys[0]!r}")
     return _pair({"chosen": chosen, "rejected": rejected, "prompt": prompt}, row, directory)

@@ -152,6 +152,7 @@ def test_parts_that_are_not_to_be_trained_on(tmp_path: Path) -> None:
         "train": True,
     }
     for wrong in (
+        [{"begin_offset": 0.5, "end_offset": 2, "train": True}],
         5,
         [{}],
         [{"begin_offset": 0, "end_offset": 7, "train": True}],
@@ -169,3 +170,20 @@ def test_pairs_are_trained_on_whole(tmp_path: Path) -> None:
     assert record.fields["prompt"] == [ASK]
     row["chosen"] = [{**SAY, "weight": 0}]
     assert "a turn of 'chosen' is marked as not to be trained on" in read(tmp_path, row)[1][0]
+
+
+@pytest.mark.parametrize(
+    "rejected", ["c", {**SAY, "content": "c"}, [{**SAY, "content": "c"}], [ASK, {**SAY, "content": "c"}]]
+)
+def test_an_answer_beside_a_conversation_makes_a_pair(tmp_path: Path, rejected: Any) -> None:
+    """A text, a turn, several turns, or the whole conversation with another end."""
+    key = "rejected_messages" if isinstance(rejected, list) else "rejected_response"
+    (record,), problems = read(tmp_path, {**CHAT, "system": "s", key: rejected})
+    assert not problems and record.kind == "preference" and not record.unread
+    assert record.fields == {
+        "prompt": [{"role": "system", "content": "s"}, ASK],
+        "chosen": [SAY],
+        "rejected": [{**SAY, "content": "c"}],
+    }
+    _, problems = read(tmp_path, {**CHAT, key: [SAY]})
+    assert f"{key!r} must be another answer to the last question of 'messages'" in problems[0]
