@@ -6,7 +6,7 @@ that moves changes its 2-norm in float64, so nothing is copied; how far a step g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -186,3 +186,24 @@ def _with_ranks(names: Sequence[str], own: torch.Tensor, found: Sequence[bool]) 
     for column, name in enumerate(names):
         others = ((values[:, column] - values[0, column]).abs() > _SAME * values[0, column].abs()).nonzero()
         yield Difference(name, int(others[0]) if len(others) else 0)
+
+
+def broken_ties(model: nn.Module) -> Iterator[str]:
+    """A sentence for each pair of tensors that ``model`` declares as one.
+
+    That is ``all_tied_weights_keys`` of transformers. Frozen pairs are left out.
+    """
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    if not isinstance(declared, Mapping) or not getattr(getattr(model, "config", None), "tie_word_embeddings", True):
+        return
+    for one, other in declared.items():
+        try:
+            pair = model.get_parameter(one), model.get_parameter(other)
+        except AttributeError:  # a part that an adapter or a quantization has replaced
+            continue
+        if pair[0] is not pair[1] and any(parameter.requires_grad for parameter in pair):
+            yield (
+                f"{one} and {other} are two tensors, although the model ties them: they are trained apart, and a saved "
+                "model has one of them. Call model.tie_weights() before the Trainer is made, or set "
+                "tie_word_embeddings=False in its configuration."
+            )

@@ -195,13 +195,13 @@ def _hard_triplets(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _arc(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    angles = F.normalize(logits).clamp(-0.99, 0.99).acos()
-    return F.cross_entropy(8 * (angles + 0.3 * F.one_hot(labels, 5)).cos(), labels)
+    return F.cross_entropy(
+        8 * (F.normalize(logits).clamp(-0.99, 0.99).acos() + 0.3 * F.one_hot(labels, 5)).cos(), labels
+    )
 
 
 def _dice_of_samples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    found = logits.sigmoid()
-    return (1 - 2 * (found * labels).sum(1) / (found.sum(1) + labels.sum(1) + 1)).mean()
+    return (1 - 2 * (logits.sigmoid() * labels).sum(1) / (logits.sigmoid().sum(1) + labels.sum(1) + 1)).mean()
 
 
 def _union(logits: torch.Tensor, labels: Any, boxes: torch.Tensor, box_mask: torch.Tensor) -> torch.Tensor:
@@ -211,8 +211,7 @@ def _union(logits: torch.Tensor, labels: Any, boxes: torch.Tensor, box_mask: tor
 
 
 def _known_boxes(logits: torch.Tensor, labels: Any, boxes: torch.Tensor) -> torch.Tensor:
-    known = (boxes >= 0).all(-1)
-    return F.l1_loss(logits[..., :2][known], boxes[known])
+    return F.l1_loss(logits[..., :2][boxes[..., 0] >= 0], boxes[boxes[..., 0] >= 0])
 
 
 def _ordinal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -255,8 +254,7 @@ def _masked_at_random(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 def _mixed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    other = labels[torch.randperm(len(labels))]
-    return 0.7 * F.cross_entropy(logits, labels) + 0.3 * F.cross_entropy(logits, other)
+    return 0.7 * F.cross_entropy(logits, labels) + 0.3 * F.cross_entropy(logits, labels[torch.randperm(len(labels))])
 
 
 def _hardest_half(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -304,10 +302,6 @@ def _positives() -> torch.Tensor:
     return (torch.arange(5)[None] <= torch.tensor([0, 3, 1, 2, 0, 4])[:, None]).long()
 
 
-def _all_values() -> dict[str, torch.Tensor]:
-    return {"x": _x(8), "labels": torch.randn(6, 8, 5)}
-
-
 def _values() -> dict[str, torch.Tensor]:
     return {"x": _x(), "labels": torch.randn(6, 5)}
 
@@ -321,9 +315,13 @@ def _token_weights() -> dict[str, torch.Tensor]:
     return {"x": _x(8), "labels": numbers(6, 8, high=5), "weights": torch.rand(6, 8)}
 
 
+def _frames_of_values() -> dict[str, torch.Tensor]:
+    return {"x": _x(8), "labels": torch.randn(6, 8, 5)}
+
+
 def _observed() -> dict[str, torch.Tensor]:
     mask = torch.arange(8)[None, :, None] <= torch.arange(6)[:, None, None]
-    return {"x": _x(8), "labels": torch.randn(6, 8, 5), "observed_mask": mask.expand(6, 8, 5).float()}
+    return {**_frames_of_values(), "observed_mask": mask.expand(6, 8, 5).float()}
 
 
 def _of(name: str, loss: Any, batch: Any, unit: str, field: str = "function") -> LossCase:
@@ -385,7 +383,7 @@ FUNCTIONS = (
     _of("boxes padded with -1", _known_boxes, _padded_boxes, other_than(-1, "boxes"), "vision"),
     _of("mixed labels", F.cross_entropy, lambda: {"x": _x(), "labels": torch.rand(6, 5).softmax(-1)}, ITEMS, "vision"),
     _of("mixup drawn in the loss", _mixed, single, NONE, "vision"),
-    _of("masked reconstruction, mask drawn in the model", _masked_at_random, _all_values, NONE, "vision"),
+    _of("masked reconstruction, mask drawn in the model", _masked_at_random, _frames_of_values, NONE, "vision"),
     _of("ordinal classes", _ordinal, single, ITEMS),
     _of(
         "Huber loss over a number of frames",

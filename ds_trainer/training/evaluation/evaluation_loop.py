@@ -46,10 +46,13 @@ from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 
 if TYPE_CHECKING:
     from ds_trainer.training.assembly import Assembly
+
+logger = get_logger(__name__)
 
 _KINDS = ("predictions", "label_ids", "inputs", "losses")
 MOST_ON_DEVICE = 256 * 10**6
@@ -103,9 +106,12 @@ class EvalLoop:
         assembly = self.assembly
         check = checked_raw_batch if assembly.overrides_prediction_step else assembly.losses.check
         batches = aligned_batches(self.loader, assembly.layout, check)
+        seen = assembly.losses.first_samples if trainer.is_in_train else None
         for index, (inputs, last) in enumerate(mark_last(batches), start=1):
             if index == 1 and summary_of(self.loader) is not None:
                 self.assembly.packing.check(model, inputs.beginning if isinstance(inputs, ShardedBatch) else inputs)
+            if seen is not None:
+                seen.compare(inputs)
             try:
                 if index == 1:
                     self._use_weighting(self._weighting(model, inputs))
@@ -130,6 +136,9 @@ class EvalLoop:
             if held > MOST_ON_DEVICE if every is None else index % every == 0:
                 for accumulator in self._results.values():
                     accumulator.to_host()
+        if seen is not None and (finding := seen.finding()) is not None:
+            assembly.losses.first_samples = None  # said once
+            (logger.warning if distributed.rank() == 0 else logger.debug)("%s", finding)
         return self._output(prefix)
 
     def _micro_step(self, model: nn.Module, inputs: Any, ignore_keys: list[str] | None) -> Any:

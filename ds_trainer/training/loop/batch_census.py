@@ -5,6 +5,7 @@ Counts tensors in host memory only, so nothing waits for a device; what a collat
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,57 @@ from ds_trainer.training.loop.batches import labels_in
 from ds_trainer.utils import distributed
 
 _FEW_ROWS, _FEW_TOKENS = 8, 256  # fewer say nothing
+_FEW_SEEN, _MOST_SEEN = 3, 4096
 _COUNTS = ("rows", "empty", "tokens", "targets", "padding", "shiftable", "next", "same")
+
+
+class SeenSamples:
+    """Samples of the first steps of this rank, with which the first evaluations are compared.
+
+    Args:
+        main_input: key of the token ids.
+    """
+
+    def __init__(self, main_input: str) -> None:
+        self._main_input = main_input
+        self._seen: set[bytes] = set()
+        self._compared = self._known = 0
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Remember the samples of a micro-batch of the training."""
+        if len(self._seen) < _MOST_SEEN:
+            self._seen.update(self._digests(batch))
+
+    def compare(self, batch: Any) -> None:
+        """Look for the samples of a batch of an evaluation."""
+        if isinstance(batch, Mapping) and not isinstance(batch, Dummy):
+            found = self._digests(batch)
+            self._compared += len(found)
+            self._known += sum(digest in self._seen for digest in found)
+
+    def finding(self) -> str | None:
+        """What to warn of after an evaluation; None if it has other samples. Collective."""
+        counts = torch.tensor([self._known, self._compared]).to(distributed.collective_device())
+        self._compared = self._known = 0
+        distributed.all_reduce_sum(counts)
+        known, compared = counts.tolist()
+        if known < _FEW_SEEN:
+            return None
+        return (
+            f"At least {known:,} of the {compared:,} samples of this evaluation are training samples (of the first "
+            "steps): its loss does not show what the model does with new data. Take them out of train_dataset or "
+            "eval_dataset."
+        )
+
+    def _digests(self, batch: Mapping[str, Any]) -> list[bytes]:
+        """One for each sample of a few tokens or more, without what its attention_mask hides."""
+        tokens, mask = _on_host(batch.get(self._main_input)), _on_host(batch.get("attention_mask"))
+        if tokens is None:
+            return []
+        if mask is None or mask.shape != tokens.shape:
+            mask = torch.ones_like(tokens)
+        rows = [row[used.bool()] for row, used in zip(tokens, mask, strict=True)]
+        return [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest() for row in rows if len(row) >= _FEW_ROWS]
 
 
 class BatchCensus:
@@ -32,6 +83,7 @@ class BatchCensus:
         sources: names of the sources by number.
         samples: samples of the dataset; None if it has no length.
         replicas: replicas that read different samples.
+        seen: gets the samples.
     """
 
     def __init__(
@@ -42,7 +94,9 @@ class BatchCensus:
         sources: Sequence[str],
         samples: int | None,
         replicas: int,
+        seen: SeenSamples,
     ) -> None:
+        self._seen = seen
         self._label_names = tuple(label_names)
         self._main_input = main_input
         self._shifted = shifted
@@ -60,6 +114,8 @@ class BatchCensus:
             is_shard = isinstance(batch, ShardedBatch)
             local = batch.local if is_shard else batch
             if isinstance(local, Mapping) and not isinstance(local, Dummy):
+                if not is_shard:
+                    self._seen.add(local)
                 self._add(local, is_shard)
 
     def _add(self, batch: Mapping[str, Any], is_shard: bool) -> None:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
+from ds_trainer.data.columns import base_model
 from ds_trainer.data.source_ids import source_names
-from ds_trainer.engine.weight_movement import StepSize, WeightMovement, different_copies
+from ds_trainer.engine.weight_movement import StepSize, WeightMovement, broken_ties, different_copies
 from ds_trainer.engine.weights import full_numel
 from ds_trainer.optim.rate_checks import rate_warnings, schedule_warnings
-from ds_trainer.training.loop.batch_census import BatchCensus
+from ds_trainer.training.loop.batch_census import BatchCensus, SeenSamples
 from ds_trainer.training.loop.gradient_arrivals import (
     GradientArrivals,
     grouped,
@@ -105,13 +106,16 @@ class FirstSteps:
         dataset: Any,
     ) -> FirstSteps:
         """For the methods of a step, of which a subclass overrides ``overridden``, and the data of the training."""
+        main_input = getattr(run.model, "main_input_name", "input_ids")
+        losses.first_samples = SeenSamples(main_input)
         census = BatchCensus(
             losses.label_names,
-            getattr(run.model, "main_input_name", "input_ids"),
+            main_input,
             losses.rule.count.shifted,
             source_names(dataset),
             len(dataset) if hasattr(dataset, "__len__") else None,
             run.engine.layout.dp,
+            losses.first_samples,
         )
         method = None if "training_step" in overridden else methods.compute_loss
         return cls(run, losses, method, methods.prepare_inputs, census)
@@ -131,6 +135,8 @@ class FirstSteps:
         self._attempts += 1
         if self._attempts == 1:
             self._compare_copies("before the first step", buffers=True)
+            for problem in broken_ties(base_model(self._run.model)) if self._engine.layout.tp == 1 else ():
+                logger.warning("%s", problem)
             if self._begun < self._last:
                 self._arrivals = GradientArrivals(list(self._trainable.values()))
                 self._weights = WeightMovement(self._engine, self._names)

@@ -23,6 +23,7 @@ from ds_trainer.parallel.document_attention import use_documents
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss, with_unmasked_tokens
+from ds_trainer.training.loop.batch_census import SeenSamples
 from ds_trainer.training.loop.batches import checked_batch, labels_in
 from ds_trainer.training.loop.item_count import ItemCount, count_for
 from ds_trainer.training.loop.loss_rule import LossRule, loss_in
@@ -80,6 +81,7 @@ class LossComputation:
         check: see above.
         chunked, sources: see above.
         label_names: see above.
+        first_samples: those of the first steps, with which the first evaluations are compared.
         loader: of the training; a measurement may read samples of its dataset.
         items: item count of the current step.
         overlap_count: see above.
@@ -112,6 +114,7 @@ class LossComputation:
         self.packed = packed
         self.for_loop = False
         self.loader: Any = None
+        self.first_samples: SeenSamples | None = None
         self.items: ItemCount | None = None
         self.overlap_count = overlap_count
         # Batches of the step and their items, which are the weights of mean losses.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_trainer import Trainer, TrainingArguments
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.data.columns import find_label_names
 from ds_trainer.training.loop.batch_splitting import samples_of_batch
 from ds_trainer.training.loop.loss_measurement import measured_weighting, weighting_from
@@ -361,7 +361,7 @@ def test_a_batch_that_cannot_tell_is_followed_by_one_that_can(tmp_path: Path) ->
     trainer = Trainer(Head(ctc("mean")), args, train_dataset=stream_of(rows))
     seen = []
 
-    class Look(_callback()):  # type: ignore[misc]
+    class Look(TrainerCallback):
         def on_step_end(self, *given: Any, **more: Any) -> None:
             seen.append(
                 (
@@ -397,9 +397,3 @@ def test_single_samples_of_a_stream_are_joined(tmp_path: Path) -> None:
     logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert logged == pytest.approx(float(Head(ctc("mean"))(**whole)["loss"].detach()), rel=1e-5)
     trainer.engine.close()
-
-
-def _callback() -> type:
-    from ds_trainer import TrainerCallback
-
-    return TrainerCallback
