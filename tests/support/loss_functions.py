@@ -238,10 +238,6 @@ def _uncertainty(logits: torch.Tensor, labels: torch.Tensor, label: torch.Tensor
     return 0.8 * _tokens()(logits, labels) + 0.2 + 1.4 * F.cross_entropy(logits[:, 0], label) - 0.3
 
 
-def _with_penalty(reduction: str) -> Callable[..., torch.Tensor]:
-    return lambda logits, labels: _tokens(reduction=reduction)(logits, labels) + 0.7
-
-
 def _balanced(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     chances = logits.softmax(-1).flatten(0, 1)
     chosen = F.one_hot(chances.argmax(-1), 5).float().mean(0)
@@ -394,8 +390,13 @@ FUNCTIONS = (
     ),
     _of("several exits", _exits, _padded, ITEMS),
     _of("tokens and samples with uncertainty weights", _uncertainty, lambda: {**_padded(), "label": classes()}, NONE),
-    _of("token cross-entropy + a penalty on weights", _with_penalty("mean"), _padded, ITEMS),
-    _of("token cross-entropy, sum + a penalty on weights", _with_penalty("sum"), _padded, NONE),
+    _of("token cross-entropy + a penalty on weights", lambda z, labels: _tokens()(z, labels) + 0.7, _padded, ITEMS),
+    _of(
+        "token cross-entropy, sum + a penalty on weights",
+        lambda z, labels: _tokens(reduction="sum")(z, labels) + 0.7,
+        _padded,
+        NONE,
+    ),
     _of("token cross-entropy + load balance", _balanced, _padded, NONE),
     _of("hardest half of the batch", _hardest_half, single, NONE),
 )
