@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ds_trainer.arguments.checks.type_checks import type_problems
@@ -23,6 +24,13 @@ from ds_trainer.utils.problems import Problems
 from ds_trainer.utils.replaced_transformers import arguments_made
 
 _Self = TypeVar("_Self", bound="CheckedArguments")
+FILE_CHECKS: dict[str, Callable[[Any], list[str]]] = {}
+"""By argument that names a file: what is wrong with the file itself. Filled by the module that reads the file."""
+
+
+def file_problems(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the files that ``values`` name, to be listed beside problems of the arguments."""
+    return [found for name, check in FILE_CHECKS.items() if values.get(name) for found in check(values[name])]
 
 
 class ArgumentsType(type):
@@ -56,8 +64,10 @@ class ArgumentsType(type):
             with problems.collecting():
                 arguments.__init__(*args, **keywords)
         except TypeError:
+            problems.extend(file_problems(keywords) if problems else ())
             problems.raise_if_any()  # a required field may be missing because its name is misspelled
             raise
+        problems.extend(file_problems(keywords) if problems else ())
         problems.raise_if_any()
         rest = overrides_for([field.name for field in dataclasses.fields(cast(Any, cls)) if field.name not in fixed])
         if rest:  # arguments that a subclass sets itself, in a constructor of its own

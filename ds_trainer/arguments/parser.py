@@ -21,7 +21,7 @@ from typing import Any
 
 from ds_trainer.arguments.argument_files import args_of_files, without_flag
 from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
-from ds_trainer.arguments.construction import ArgumentsType
+from ds_trainer.arguments.construction import ArgumentsType, file_problems
 from ds_trainer.arguments.overrides import ORIGIN
 from ds_trainer.arguments.parser_actions import (
     COMMAND_LINE,
@@ -360,7 +360,7 @@ class HfArgumentParser(argparse.ArgumentParser):
                 )
             objects.append(instance)
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(dict.fromkeys([*problems, *file_problems(given)]))
         return objects, rest
 
     def _accepted(self, cls: Any) -> list[str]:

@@ -10,8 +10,12 @@ Sources: https://www.deepspeed.ai/docs/config-json/ and DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
+from typing import Any
 
 from ds_trainer.arguments.accelerator_config import replica_batch_size, split_problems
+from ds_trainer.arguments.construction import FILE_CHECKS
 from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -46,6 +50,22 @@ _FP16_DEFAULTS = (
     ("hysteresis", 2, "overflows before the scale halves"),
     ("min_loss_scale", 1, "the scale never falls below"),
 )
+
+
+def problems_of_file(source: Any) -> list[str]:
+    """What is wrong with a DeepSpeed file, whatever the arguments are. It may be a part of a recipe."""
+    if isinstance(source, Located) and not isinstance(source.value, dict):
+        source = source.value
+    if not isinstance(source, str | os.PathLike | Mapping | Located):
+        return []  # which the check of the argument's type says
+    try:
+        root, found = (source, []) if isinstance(source, Located) else read_user_config(source)
+    except ConfigError as error:
+        return error.problems
+    return [*found, *load_schema().problems(root)]
+
+
+FILE_CHECKS["deepspeed"] = problems_of_file
 
 
 def compile_config(

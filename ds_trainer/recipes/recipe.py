@@ -33,6 +33,7 @@ from typing import Any
 
 from ds_trainer.arguments.checks.packing_checks import length_problems
 from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
+from ds_trainer.arguments.construction import file_problems
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
@@ -225,9 +226,13 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     try:
         recipe.training_arguments()
     except ConfigError as error:
-        problems += [_with_source(problem, root.value.get("arguments"), name) for problem in error.problems]
+        of_file = file_problems(values["arguments"])  # without its lines
+        found = [problem for problem in error.problems if problem not in of_file]
+        problems += [_with_source(problem, root.value.get("arguments"), name) for problem in found]
     if problems:
-        raise ConfigError(problems)
+        arguments = root.value.get("arguments")
+        written = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
+        raise ConfigError([*problems, *file_problems(written)])
     return recipe
 
 

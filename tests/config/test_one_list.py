@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_trainer.arguments.parser import HfArgumentParser
+from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.utils.errors import ConfigError
 from tests.config.support import said
 
 # A file with several mistakes that depend on each other, arguments, and a part of each problem.
@@ -96,3 +101,39 @@ def test_all_problems_are_in_one_list(file: dict[str, Any], arguments: dict[str,
     assert len(problems) == len(parts), problems
     for part in parts:
         assert sum(part in problem for problem in problems) == 1, (part, problems)
+
+
+WRONG_FILE = '{"zero_optimization": {\n"stage": 5,\n"stge": 1}}'
+OF_THE_FILE = ["{file}:2: zero_optimization.stage=5 must be", "{file}:3: unknown key zero_optimization.stge."]
+
+
+def test_arguments_and_their_file_are_in_one_list(tmp_path: Path) -> None:
+    """Of a script, a command line and a recipe, whose wrong arguments would otherwise hide what the file has."""
+    file = tmp_path / "ds.json"
+    file.write_text(WRONG_FILE)
+    wanted = [part.replace("{file}", str(file)) for part in OF_THE_FILE]
+
+    def listed(make: Callable[[], object], first: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            make()
+        problems = error.value.problems
+        assert len(problems) == 3, problems
+        assert all(part in problem for part, problem in zip([first, *wanted], problems, strict=True)), problems
+
+    listed(lambda: TrainingArguments("out", seed="one", deepspeed=str(file)), "seed='one'")
+    listed(lambda: TrainingArguments("out", max_grad_norm=-1, deepspeed=str(file)), "max_grad_norm=-1")
+    line = ["--output_dir", "out", "--deepspeed", str(file)]
+    parser = HfArgumentParser(TrainingArguments)
+    listed(lambda: parser.parse_args_into_dataclasses([*line, "--seed", "one"]), "seed")
+    listed(lambda: parser.parse_args_into_dataclasses([*line, "--max_grad_norm", "-1"]), "max_grad_norm=-1")
+    recipe = tmp_path / "r.yaml"
+    head = (
+        "model: {architecture: {model_type: llama, hidden_size: 64}}\ndata: {train: nowhere.txt, sequence_length: 8}\n"
+    )
+    for wrong in ("max_grad_norm: -1", "seed: one"):
+        recipe.write_text(f"{head}arguments:\n  {wrong}\n  deepspeed: {file}\n")
+        listed(lambda: load_recipe(recipe), f"{recipe}:4: arguments")
+    recipe.write_text(f"{head}arguments:\n  seed: one\n  deepspeed:\n    zero_optimization:\n      stage: 5\n")
+    with pytest.raises(ConfigError) as error:
+        load_recipe(recipe)
+    assert [problem.partition(": ")[0] for problem in error.value.problems] == [f"{recipe}:4", f"{recipe}:7"]
