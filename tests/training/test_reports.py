@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.utils.errors import ConfigError
-from tests.support.models import RaggedTokens, Regression, regression_rows, tiny_llama
+from tests.support.models import PlainLanguageModel, RaggedTokens, Regression, regression_rows, tiny_llama
 from tests.support.pool import pool
 
 
@@ -135,6 +135,60 @@ def test_metrics_of_training_and_evaluation_are_kept_apart(model: Callable[[], A
     trainer = _MetricsByMode(model(), arguments, train_dataset=data(16), eval_dataset=data(6))
     trainer.train()
     assert [log["calls"] for log in trainer.state.log_history] == [2, 2, 3, 2, 3, 0]
+
+
+class _Meter:
+    """A running mean, as scripts write it."""
+
+    def __init__(self) -> None:
+        self.count, self.total = 0, torch.zeros(())
+        self.values: list[float] = []
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        self.values.append(value)
+        self.total += 1
+
+
+class _ModuleMeter(nn.Module):
+    """A metric that is a module, as those of torchmetrics."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def update(self, value: float) -> None:
+        self.total += 1
+
+
+class _MetricsInObjects(Trainer):
+    def __init__(self, *given: Any, **keywords: Any) -> None:
+        super().__init__(*given, **keywords)
+        self.meter, self.module, self.tensor = _Meter(), _ModuleMeter(), torch.zeros(2)
+        self.by_name: dict[str, _Meter] = defaultdict(_Meter)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        self.meter.update(1.0)
+        self.by_name["loss"].update(1.0)
+        self.module.update(1.0)
+        self.tensor += 1
+        loss = model(**inputs)["loss"]
+        return (loss, None) if return_outputs else loss
+
+    def counts(self) -> set[float]:
+        meters = (self.meter, self.by_name["loss"])
+        found = [number for meter in meters for number in (meter.count, len(meter.values), meter.total.item())]
+        return {*found, self.module.total.item(), *self.tensor.tolist()}
+
+
+def test_metrics_in_objects_count_micro_batches_only(tmp_path: Path) -> None:
+    """The passes that measure what the loss is a mean of are not among them."""
+    arguments = _arguments(tmp_path, gradient_accumulation_steps=2)
+    trainer = _MetricsInObjects(PlainLanguageModel(), arguments, train_dataset=RaggedTokens(16))
+    trainer.train()
+    assert trainer.counts() == {6}
 
 
 class _RatesByName(Trainer):
