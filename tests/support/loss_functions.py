@@ -230,6 +230,10 @@ def _two_views(logits: torch.Tensor, labels: Any = None) -> torch.Tensor:
     return F.cross_entropy(scores, (torch.arange(2 * count) + count) % (2 * count))
 
 
+def _sum_and_more(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return _tokens(reduction="sum")(logits, labels) + 0.7
+
+
 def _exits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return _tokens()(logits, labels) + 0.3 * _tokens()(logits / 2, labels)
 
@@ -258,13 +262,11 @@ def _hardest_half(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _boxes_in_rows() -> dict[str, torch.Tensor]:
-    mask = torch.arange(4)[None] <= torch.tensor([0, 3, 1, 2, 0, 3])[:, None]
-    return {"x": _x(4), "boxes": torch.rand(6, 4, 2), "box_mask": mask}
+    return {"x": _x(4), "boxes": torch.rand(6, 4, 2), "box_mask": _positives()[:, :4].bool()}
 
 
 def _padded_boxes() -> dict[str, torch.Tensor]:
-    rows = _boxes_in_rows()
-    return {"x": rows["x"], "boxes": rows["boxes"].masked_fill(~rows["box_mask"][..., None], -1.0)}
+    return {"x": _x(4), "boxes": torch.rand(6, 4, 2).masked_fill(_positives()[:, :4, None] == 0, -1.0)}
 
 
 def _of_boxes(logits: torch.Tensor, labels: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -391,12 +393,7 @@ FUNCTIONS = (
     _of("several exits", _exits, _padded, ITEMS),
     _of("tokens and samples with uncertainty weights", _uncertainty, lambda: {**_padded(), "label": classes()}, NONE),
     _of("token cross-entropy + a penalty on weights", lambda z, labels: _tokens()(z, labels) + 0.7, _padded, ITEMS),
-    _of(
-        "token cross-entropy, sum + a penalty on weights",
-        lambda z, labels: _tokens(reduction="sum")(z, labels) + 0.7,
-        _padded,
-        NONE,
-    ),
+    _of("token cross-entropy, sum + a penalty on weights", _sum_and_more, _padded, NONE),
     _of("token cross-entropy + load balance", _balanced, _padded, NONE),
     _of("hardest half of the batch", _hardest_half, single, NONE),
 )
