@@ -226,6 +226,9 @@ class RunRecorder:
             from ds_trainer.monitor.report.writing import write_report  # not needed before the end of a run
 
             write_report(Path(str(self._events.args.output_dir)))
+        except OSError as error:
+            text = "The report of the run was not written (%s). `ds-trainer report %s` makes it from the run's files."
+            logger.error(text, error, self._events.args.output_dir)
         except Exception:
             logger.error(
                 "The report of the run was not written, because of an error. `ds-trainer report %s` makes it from the "

@@ -37,10 +37,13 @@ from ds_trainer.training.startup.run_header import print_header
 from ds_trainer.training.startup.run_state import add_callbacks, new_state
 from ds_trainer.training.train_loop import TrainOutput
 from ds_trainer.utils.failures import fails_together
+from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.replaced_transformers import is_replaced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = get_logger(__name__)
 
 # Methods whose override by a subclass changes how a run works.
 _OVERRIDABLE = (
@@ -235,6 +238,9 @@ class Trainer(SearchMethods, EvaluationMethods, Optimization, Saving):
             with prepared_for_training(self.model, self.args, assembly.layout):
                 output = setup.train_loop(run, checkpointer, stop, ignore_keys_for_eval).run()
             estimator.print_comparison(self.is_world_process_zero())
-        self.save_state()
+        try:
+            self.save_state()
+        except OSError as error:  # the result of the training is not lost because a disk is full
+            logger.error("trainer_state.json was not written to %s: %s.", assembly.output_dir, error)
         assembly.publisher.finish()
         return output

@@ -60,7 +60,8 @@ def save_batches(path: Path, facts: Mapping[str, Any], batches: list[Any]) -> No
     ]
     try:
         torch.save({**facts, "batches": tensors}, path)
-    except RuntimeError as error:  # torch's exception for a full disk
+    except (OSError, RuntimeError) as error:  # torch's exception for a full disk is the second
+        path.unlink(missing_ok=True)
         raise OSError(str(error)) from error
 
 

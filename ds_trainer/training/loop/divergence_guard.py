@@ -224,7 +224,11 @@ class DivergenceGuard:
     def _save(
         self, step: int, wanted: bool, batches: Sequence[Any], losses: list[float], reports: list[Any]
     ) -> Path | None:
-        """Save the micro-batches of this rank if ``wanted``. A disk error does not end the training."""
+        """Save the micro-batches of this rank if ``wanted``. A disk error does not end the training. Collective.
+
+        Returns:
+            Their folder; None if there are enough, or if some rank could not write its own.
+        """
         if self._saved >= _SAVED_STEPS:
             return None
         self._saved += 1
@@ -241,12 +245,14 @@ class DivergenceGuard:
             "samples": reports[rank][1],
             "random": self._random,
         }
+        failed = False
         try:
             if wanted:
                 save_batches(folder / f"rank_{rank}.pt", facts, list(batches))
         except OSError as error:
+            failed = True
             logger.error("The micro-batches of step %d cannot be saved in %s: %s", step, folder, error)
-        return folder
+        return None if distributed.agree(torch.tensor([int(failed)]), patient=True)[0] else folder
 
 
 def _nonfinite(affected: list[int], reports: list[Any]) -> str:

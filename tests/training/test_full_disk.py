@@ -1,0 +1,145 @@
+"""Policies do what their pages say when the disk is really full, from step 5 on: a small file system that is filled."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_save import SaveFailed
+from ds_trainer.monitor.health.divergence import TrainingDiverged
+from ds_trainer.utils.errors import ConfigError
+from tests.checkpoint.protocol.test_save_failures import small_disk
+from tests.support.pool import pool
+
+FULL_AT, STEPS, BAD = 5, 12, 9  # BAD: the step whose loss is NaN
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.linear(x).squeeze(-1) - labels).square().mean()}
+
+
+class Fill(TrainerCallback):
+    """Fills the disk at the end of a step; ``freed_at`` makes room again."""
+
+    def __init__(self, disk: Path, freed_at: int) -> None:
+        self._file, self._freed_at = disk / "filler", freed_at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == FULL_AT:
+            fill(self._file)
+        if state.global_step == self._freed_at:
+            self._file.unlink()
+
+
+def fill(path: Path) -> None:
+    try:
+        with path.open("ab", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+    except OSError:
+        return
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage() + ("" if record.exc_info is None else "\nTraceback"))
+
+
+def trained(disk: str, freed_at: int, **arguments: Any) -> tuple[str, int, bool, list[str]]:
+    """How it ended, at which step, whether the weights are finite, and what was logged."""
+    torch.manual_seed(0)
+    samples = [{"x": torch.randn(64), "labels": torch.tensor(1.0)} for _ in range(STEPS * 4)]
+    samples[(BAD - 1) * 4]["x"][0] = float("nan") if "nonfinite_policy" in arguments else 0.0
+    values: dict[str, Any] = {"max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "save_async": False}
+    args = TrainingArguments(
+        f"{disk}/out",
+        **{**values, **arguments},
+        per_device_train_batch_size=4,
+        train_sampling_strategy="sequential",
+        save_total_limit=2,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+    )
+    messages = Messages()
+    logging.getLogger("ds_trainer").addHandler(messages)
+    try:
+        trainer = Trainer(Regression(), args, train_dataset=samples, callbacks=[Fill(Path(disk), freed_at)])
+        trainer.train()
+        ending = ""
+    except (SaveFailed, TrainingDiverged, ConfigError) as error:
+        ending = f"{type(error).__name__}: {error}"
+    finally:
+        logging.getLogger("ds_trainer").removeHandler(messages)
+    finite = all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+    step = trainer.state.global_step
+    if trainer._ds_trainer.engines.training_or_none is not None:
+        trainer.engine.close()
+    del trainer
+    return ending, step, finite, messages.texts
+
+
+CONTINUE = {"save_failure_policy": "continue"}
+
+
+@pytest.mark.parametrize(
+    ("freed_at", "arguments", "ending", "steps"),
+    [
+        (0, CONTINUE, "", STEPS),
+        (0, {**CONTINUE, "save_async": True}, "", STEPS),
+        (7, CONTINUE, "", STEPS),
+        (0, {}, "SaveFailed: checkpoint-6 could not be written", 6),
+        (0, {"save_strategy": "no"}, "", STEPS),
+        (0, {**CONTINUE, "nonfinite_policy": "skip"}, "", STEPS),
+        (0, {**CONTINUE, "nonfinite_policy": "stop"}, "TrainingDiverged: Step 9: the loss is not finite", BAD - 1),
+        (0, {**CONTINUE, "nonfinite_policy": "rollback"}, "", STEPS),
+    ],
+)
+def test_a_policy_holds_on_a_full_disk(
+    freed_at: int, arguments: dict[str, Any], ending: str, steps: int, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        run = partial(trained, str(disk), freed_at, **arguments)
+        ((found, step, finite, messages),) = pool(1).run(run)
+        assert found.startswith(ending) and bool(found) == bool(ending), found
+        assert step == steps and finite
+        kept = [path.name for path in list_checkpoints(disk / "out")]
+        if freed_at:
+            assert kept == ["checkpoint-10", "checkpoint-12"]
+            assert (disk / "out" / "trainer_state.json").is_file() and (disk / "out" / "report.html").is_file()
+        elif arguments.get("save_strategy") != "no":
+            # Step 4 may still be written in the background when the disk fills.
+            assert kept in (["checkpoint-2", "checkpoint-4"], ["checkpoint-2"][: arguments.get("save_async", False)])
+        assert not [text for text in messages if text.endswith("Traceback")]
+        text = "\n".join(messages)
+        if freed_at == 0 and not ending:
+            assert "trainer_state.json was not written" in text and "The report of the run was not written" in text
+        if "nonfinite_policy" in arguments:
+            assert "cannot be saved" in text and "replay runs them again" not in text + found
+            assert not list((disk / "out").glob("divergence/*/*.pt"))
+
+
+def test_a_start_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        assert pool(1).run(partial(trained, str(disk), FULL_AT, max_steps=6))[0][:2] == ("", 6)
+        fill(disk / "filler")
+        ((found, *_),) = pool(1).run(partial(trained, str(disk), 0, auto_resume=True))
+        assert found.startswith("ConfigError") and "No space left on device" in found
+        assert [path.name for path in list_checkpoints(disk / "out")] == ["checkpoint-4", "checkpoint-6"]
