@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,6 @@ from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf
 from ds_trainer.engine.zero3.lean_hooks import lean_hooks
 from ds_trainer.engine.zero3.module_guard import guard_modules
 from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
-from ds_trainer.engine.zero3.shard_access import ShardAccess, watch_state_dicts
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -111,6 +109,7 @@ class TrainingEngine:
         guarded: non-finite gradients never reach the weights (:mod:`ds_trainer.engine.finite_step`).
         passes: backward passes that a script runs itself; None if no code of a script runs in a step.
         updates: updates that a script makes itself.
+        written: weights that a script may write; None if none of its code runs.
         is_last: whether the micro-batch is the last of its step.
         completes_late: no backward pass completes the reduction, because a script may run another one after it;
             :meth:`complete_gradients` does.
@@ -204,7 +203,7 @@ class TrainingEngine:
         self.passes: BackwardPasses | None = None
         self.is_last, self.completes_late, self._complete = True, False, False
         self.updates = OwnUpdates(self)
-        self._written: WrittenWeights | None = None
+        self.written: WrittenWeights | None = None
 
     # -- one optimizer step: begin_micro_batch, forward, backward, ..., complete_gradients, step -------------------
 
@@ -214,18 +213,10 @@ class TrainingEngine:
         self.completes_late = completes_late
         return self.passes
 
-    def follow_script(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Code of a script runs beside the passes, and may write weights. Returns the context for its callbacks."""
-        self._written, model = WrittenWeights(self.deepspeed), self.deepspeed.module
-        if self.stage < 3:
-            return nullcontext
-        watch_state_dicts(model)
-        return partial(ShardAccess, model, self._written.write_shards)
-
     def follow_written_weights(self) -> None:
         """Lets the masters follow what a script has written into weights since the last update."""
-        if self._written is not None:
-            self._written.follow()
+        if self.written is not None:
+            self.written.follow()
 
     def begin_micro_batch(self, last: bool, is_dummy: bool = False) -> None:
         """Announces a micro-batch; with ``last`` its backward pass completes the gradient reduction."""
@@ -323,8 +314,8 @@ class TrainingEngine:
                 stack.enter_context(attributes(optimizer, {"clip_grad": 0.0}))
             self.deepspeed.step()
         self.updates.pending = False
-        if self._written is not None:
-            self._written.note()
+        if self.written is not None:
+            self.written.note()
         applied = self.deepspeed.was_step_applied()
         if applied and skip_update:
             raise SkippedStepError

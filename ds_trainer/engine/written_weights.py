@@ -12,15 +12,20 @@ whole (``stage3_param_persistence_threshold``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ds_trainer.engine.state.flat_partitions import sub_group
 from ds_trainer.engine.weight_movement import norms
+from ds_trainer.engine.zero3.shard_access import ShardAccess, watch_state_dicts
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 _CHUNK = 2**24  # elements that are compared at once, to bound the memory
 _UNFROZEN = (
@@ -28,6 +33,16 @@ _UNFROZEN = (
     "trained. Let it require gradients when train() begins, and freeze it in on_train_begin."
 )
 _SHAPE = "A script has given {name} the shape {found}; while it trains, it must keep {shape}."
+
+
+def follow_script(engine: TrainingEngine) -> Callable[[], AbstractContextManager[Any]]:
+    """Code of a script runs beside the passes, and may write weights. Returns the context for its callbacks."""
+    model = engine.deepspeed.module
+    engine.written = written = WrittenWeights(engine.deepspeed)
+    if engine.stage < 3:
+        return nullcontext
+    watch_state_dicts(model)
+    return partial(ShardAccess, model, written.write_shards)
 
 
 class _Copy(NamedTuple):

@@ -79,6 +79,8 @@ class TrainerProtocol(Protocol):
     _prepare_input: Method
     _get_num_items_in_batch: Method
     floating_point_ops: Method
+    store_flos: Method
+    get_optimizer_cls_and_kwargs: Method
     evaluate: Method
     evaluation_loop: Method
     prediction_step: Method

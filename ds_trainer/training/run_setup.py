@@ -13,6 +13,7 @@ from ds_trainer.arguments.redefined import packs
 from ds_trainer.checkpoint.background.background_save import finish_before_sigterm
 from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 from ds_trainer.data.columns import base_model
+from ds_trainer.engine.written_weights import follow_script
 from ds_trainer.monitor.memory_tracker import Stage
 from ds_trainer.monitor.step_profiler import StepProfiler
 from ds_trainer.monitor.throughput import ThroughputMeter
@@ -248,7 +249,7 @@ class RunSetup:
             trainer.floating_point_ops if of_user else None,
             assembly.packing.packed_format() if packs(args) else None,
         )
-        assembly.events.handler.around = engine.follow_script() if assembly.runs_user_code else nullcontext
+        assembly.events.handler.around = follow_script(engine) if assembly.runs_user_code else nullcontext
         cut_for_ranks(run.loader, losses, counter, assembly.changed_methods(), args.auto_find_batch_size)
         health = assembly.telemetry.watch(assembly.output_dir, checkpointer.finish_before_exit)
         group = assembly.groups.seq_data_parallel if distributed.world_size() > 1 else None
@@ -289,6 +290,7 @@ class RunSetup:
             window=window,
             evaluate=partial(assembly.evaluator.evaluate_in_training, ignore_keys=ignore_keys),
             save_checkpoint=partial(trainer._save_checkpoint, trainer.model, assembly.trials.trial),
+            own_flos=trainer.store_flos if "store_flos" in assembly.overridden else None,
             profiler=profiler,
         )
 

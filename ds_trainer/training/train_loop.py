@@ -76,6 +76,7 @@ class TrainLoop:
         evaluate: evaluates and returns metrics. Its argument is called between micro-batches; if it returns True, the
             evaluation is aborted.
         save_checkpoint: saves a checkpoint, in the background if possible.
+        own_flos: ``store_flos`` of a subclass, whose ``state.total_flos`` stays; None: there is none.
         profiler: profiles some steps on this rank; None: none.
     """
 
@@ -92,9 +93,11 @@ class TrainLoop:
         window: LossWindow,
         evaluate: Callable[[Callable[[], bool] | None], dict[str, float]],
         save_checkpoint: Callable[[], None],
+        own_flos: Callable[[], None] | None = None,
         profiler: StepProfiler | None = None,
     ) -> None:
         self._run = run
+        self._own_flos = own_flos
         self._plan = run.plan
         self._events = run.events
         self._step = step
@@ -159,6 +162,7 @@ class TrainLoop:
             self._checkpointer.keep_best()
             events.notify("on_train_end")
             self._run.engine.follow_written_weights()
+        self._run.engine.updates.close()  # a script may go on with the optimizer by itself
         return output
 
     def _run_epoch(self) -> None:
@@ -223,7 +227,7 @@ class TrainLoop:
             self._log(self._close_window())
             self._decide()
         if events.control.should_evaluate:
-            self._counter.flush()
+            self._store_flos()
             metrics = self._evaluate()
             if metrics is None:
                 self._stopped = True
@@ -232,7 +236,7 @@ class TrainLoop:
                 step_on_metric(self._run.lr_scheduler, metrics, events.args)
             self._compare(metrics)
         if events.control.should_save:
-            self._counter.flush()
+            self._store_flos()
             with self._paused("saving"):
                 self._save_checkpoint()
             self._decide()
@@ -280,7 +284,7 @@ class TrainLoop:
         self._window_start = state.global_step
         self._loss_sum += loss * counted if counted else 0.0
         self._loss_steps += counted
-        self._counter.flush()
+        self._store_flos()
         logs = {
             "loss": loss,
             **self._window.close_sources(),
@@ -300,6 +304,14 @@ class TrainLoop:
         """Log a window of steps. Its start is moved by the pauses: train_runtime means the same in every log."""
         keywords = {"start_time": time.time() - self._meter.overall().seconds} if self._logs_time else {}
         self._run.log(logs, **keywords)
+
+    def _store_flos(self) -> None:
+        if self._own_flos is not None:
+            self._own_flos()
+        own = self._events.state.total_flos
+        self._counter.flush()
+        if self._own_flos is not None:
+            self._events.state.total_flos = own
 
     def _empty_cache(self, step: int) -> None:
         every = self._events.args.torch_empty_cache_steps
@@ -331,7 +343,7 @@ class TrainLoop:
         assert stop.agreed is not None
         with self._health.paused("saving"):
             if stop.saves and not stop.agreed.hurry:
-                self._counter.flush()
+                self._store_flos()
                 checkpointer.evaluation_is_due = events.control.should_evaluate
                 self._save_checkpoint()
                 checkpointer.evaluation_is_due = False

@@ -49,6 +49,7 @@ logger = get_logger(__name__)
 _OVERRIDABLE = (
     *("compute_loss", "training_step", "get_batch_samples", "floating_point_ops"),
     *("compute_loss_context_manager", "autocast_smart_context_manager"),
+    *("get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler", "store_flos"),
     *("create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader"),
     *("_prepare_input", "_get_num_items_in_batch"),
     *("_prepare_inputs", "_get_train_sampler", "save_model", "_save", "_save_checkpoint"),

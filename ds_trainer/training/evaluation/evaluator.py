@@ -141,7 +141,7 @@ class Evaluator:
         """
         self.stop_requested = stop_requested
         try:
-            metrics = self._trainer.evaluate(ignore_keys=ignore_keys)
+            metrics = self._trainer.evaluate(ignore_keys=ignore_keys) or {}  # an override may return nothing
             self._assembly.trials.report_evaluation(metrics)
             return metrics
         finally:

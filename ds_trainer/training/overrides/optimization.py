@@ -19,7 +19,7 @@ from ds_trainer.optim.schedule_stepping import with_rates_of_the_optimizer
 from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.training.resume.running_model import parameters_of_groups
-from ds_trainer.training.signatures import is_overridden
+from ds_trainer.training.startup.configuration import OWN_OPTIMIZER
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,14 +36,17 @@ class Optimization(TrainerBase):
         optimizer), they stay None until the engine is built.
         """
         if self.optimizer is None:
-            self.optimizer = self.create_optimizer()
+            built = self.create_optimizer()  # of a script: it may set the attribute, return it, or both
+            self.optimizer = built if self.optimizer is None else self.optimizer
         if self.lr_scheduler is None and self.optimizer is not None and "scheduler" not in self._ds_trainer.compiled:
-            self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
+            built = self.create_scheduler(num_training_steps, self.optimizer)
+            self.lr_scheduler = built if self.lr_scheduler is None else self.lr_scheduler
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer | None:
         """Build ``self.optimizer`` if there is none yet; returns None if DeepSpeed builds it.
 
-        Parameters are in two groups, with and without weight decay.
+        It does not if a subclass overrides this method or ``get_optimizer_cls_and_kwargs``. Parameters are in two
+        groups, with and without weight decay.
 
         Args:
             model: the model that it updates; default: that of the Trainer.
@@ -55,7 +58,7 @@ class Optimization(TrainerBase):
         if assembly.optimizer_class is not None:
             cls, arguments, _ = assembly.optimizer_class
             self.optimizer = build_given_optimizer(cls, arguments, over, assembly.parameter_groups(over))
-        elif is_overridden(self, Optimization, "get_optimizer_cls_and_kwargs"):
+        elif not OWN_OPTIMIZER.isdisjoint(assembly.overridden):
             cls, arguments = self.get_optimizer_cls_and_kwargs(self.args, over)
             source = f"get_optimizer_cls_and_kwargs of {type(self).__name__}"
             self.optimizer = build_given_optimizer(cls, arguments, over, assembly.parameter_groups(over), source)

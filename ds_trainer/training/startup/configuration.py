@@ -204,6 +204,10 @@ def check_packing_support(inputs: TrainerInputs, layout: ParallelLayout) -> None
         raise ConfigError(problems)
 
 
+OWN_OPTIMIZER = frozenset({"create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs"})
+"""Methods by which a subclass builds the optimizer."""
+
+
 def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig:
     """The DeepSpeed configuration of a run.
 
@@ -216,8 +220,8 @@ def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig
         client_optimizer = f"optimizers=({type(inputs.optimizer).__name__}, ...) passed to the Trainer"
     elif inputs.optimizer_class is not None:
         client_optimizer = inputs.optimizer_class[2]
-    elif "create_optimizer" in overridden:
-        client_optimizer = f"{inputs.class_name}.create_optimizer"
+    elif own := sorted(OWN_OPTIMIZER & set(overridden)):
+        client_optimizer = f"{inputs.class_name}.{own[0]}"
     total_steps = None
     # Packed rows are counted when the loader is made.
     counted = args.max_steps > 0 or not packs(args)
