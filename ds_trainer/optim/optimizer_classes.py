@@ -84,7 +84,10 @@ def build_given_optimizer(
         raise ConfigError(f"{source}: {cls!r} is neither an optimizer class nor a factory class.")
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
         given = [arguments[name] for name in _GROUPS if name in arguments]
-        return construct(cls, given[-1] if given else groups, rest, source)
+        chosen = given[-1] if given else groups
+        if isinstance(chosen, list):  # an engine has no group without parameters, and restores none
+            chosen = [group for group in chosen if not isinstance(group, dict) or group.get("params") != []]
+        return construct(cls, chosen, rest, source)
     try:
         factory = cls()
     except TypeError as error:

@@ -200,7 +200,7 @@ class _RatesByName(Trainer):
         cls, keywords = super().get_optimizer_cls_and_kwargs(args, model)
         slow = [p for name, p in self.model.named_parameters() if "bias" in name]
         rest = [p for name, p in self.model.named_parameters() if "bias" not in name]
-        groups = [{"params": [*rest, *self.extra]}, {"params": slow, "lr": 1e-4, "weight_decay": 0.0}]
+        groups = [{"params": []}, {"params": [*rest, *self.extra]}, {"params": slow, "lr": 1e-4, "weight_decay": 0.0}]
         return cls, {**keywords, "optimizer_dict": groups}
 
 
@@ -230,9 +230,14 @@ def _losses_by_name(output_dir: str, world: int, stage: int) -> list[float]:
         per_device_train_batch_size=8 // world,
         lr_scheduler_type="constant",
         max_grad_norm=0,
+        save_strategy="steps",
+        save_steps=2,
     )
     trainer = _RatesByName(Regression(), arguments, train_dataset=regression_rows(8))
     trainer.train()
+    again = _RatesByName(Regression(), arguments, train_dataset=regression_rows(8))
+    again.train(resume_from_checkpoint=f"{output_dir}/checkpoint-2")
+    assert _numbers(again) == _numbers(trainer)
     return [numbers[0] for numbers in _numbers(trainer)]
 
 
