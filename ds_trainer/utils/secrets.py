@@ -84,9 +84,9 @@ _SCHEME = re.compile(r"\b((?i:bearer|basic))\s+(?=[^\s\"',]*(?:[\d=+/]|[a-z][A-Z
 _URL_VALUE = re.compile(
     r"(?i)(?<=[?&;])((?:x-amz-|x-goog-)?(?:sig|signature|credential|key|code|sessionid))=[^&\s\"'<>]+"
 )
-_SEPARATOR = re.compile(r"""(?P<quote>\\*["']?)[ \t]*(?:=>|[:=])[ \t]*""")
+_SEPARATOR = re.compile(r"""(?P<quote>\\{0,8}["']?)[ \t]{0,8}(?:=>|[:=])[ \t]*""")
 _NAME_CHARACTERS = f"{string.ascii_letters}{string.digits}_.$-"
-_QUOTED = re.compile(r"""[bru]?(?:(?P<mark>\\+["'])[^\n]*?(?P=mark)|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""")
+_QUOTED = re.compile(r"""[bru]?(?:(?P<mark>\\{1,8}["'])[^\n]*?(?P=mark)|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""")
 _BARE = re.compile(r"""(?:[^\s,;&}\])"'<]|[,)](?=\S))+""")
 _REST_OF_LINE = re.compile(r"[^\s<\"'][^\n\"'}]*")
 _ANY_SCHEME = re.compile(r"(?i)(?:bearer|basic|token|digest|negotiate|apikey|aws4-hmac-sha256)[ \t]+")
@@ -96,6 +96,8 @@ _NAME_AND_VALUE = re.compile(
     r"""(?<![\w.-])((?:name|key)["']?[:=][ \t]*["']?)([\w.-]+)"""
     r"""(["']?[,;]?\s+["']?value["']?[:=]\s*)("[^"\n]*"|'[^'\n]*'|[^\s"'}]+)"""
 )
+_BRACKET = re.compile(r"[\[\]{}]")
+_END_OF_LINE = re.compile(r"""[ \t\r"'\\]{0,8}(?:\n|\Z)""")
 _NO_VALUES = _set("none null true false expected ~ | > |- >-")
 # After "token: ": a word of a sentence, or NAME=VALUE. Values have digits or length.
 _PROSE = re.compile(r"[A-Za-z]{1,19}[.,;:!?]*|[\w.-]+=.*")
@@ -278,10 +280,10 @@ def _end_of_container(text: str, start: int) -> int | None:
     if text[start : start + 1] not in ("[", "{") or text[start + 1 : start + 2] in ("%", "{", "#"):
         return None
     depth = 0
-    for position in range(start, min(len(text), start + _LONGEST_CONTAINER)):
-        depth += (text[position] in "[{") - (text[position] in "]}")
+    for found in _BRACKET.finditer(text, start, start + _LONGEST_CONTAINER):
+        depth += 1 if found.group() in "[{" else -1
         if depth == 0:
-            return position + 1
+            return found.end()
     return None
 
 
@@ -295,7 +297,7 @@ def _bare_value(text: str, sign: re.Match[str], name: str, flow: bool) -> re.Mat
     if value is None or value.group().rstrip(".,;:").lower() in _NO_VALUES:
         return None
     spaced = colon and sign.group()[-1] in " \t" and not sign["quote"]
-    last = not text[value.end() :].partition("\n")[0].strip(" \t\r\"'\\")
+    last = _END_OF_LINE.match(text, value.end()) is not None
     return None if spaced and not flow and not last and _PROSE.fullmatch(value.group()) else value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,10 @@ def test_other_names_are_not_secret(name: str) -> None:
 )
 def test_readable_text_stays(text: str) -> None:
     assert secrets.redacted(text) == text
+
+
+@pytest.mark.parametrize("text", [" ", "\\", '"api_key": {', "password: ", "a=b:", "--token ", "x://"])
+def test_work_is_in_proportion_to_the_text(text: str) -> None:
+    began = time.process_time()
+    secrets.redacted(text * (100_000 // len(text)))
+    assert time.process_time() - began < 3.0
