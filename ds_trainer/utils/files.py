@@ -236,7 +236,7 @@ def json_of(text: str, source: str) -> Any:
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply.") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source} is not valid JSON: {error}.") from None
+        raise ConfigError(f"{source}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
     except ValueError:  # Python's limit of the digits of an integer
         raise ConfigError(f"{source} has an integer with too many digits.") from None
 
