@@ -215,10 +215,9 @@ class BackwardPasses:
         return False
 
 
-def check_graph(loss: torch.Tensor) -> None:
-    """Raise ConfigError if ``loss`` has no graph to back-propagate through."""
-    if not loss.requires_grad:
-        raise ConfigError(
-            "The loss has no gradient: it was detached (detach(), item(), numpy()), computed under torch.no_grad(), or "
-            "depends on no parameter that is trained."
-        )
+def without_graph() -> ConfigError:
+    """The error for a loss that has no graph to back-propagate through."""
+    return ConfigError(
+        "The loss has no gradient: it was detached (detach(), item(), numpy()), computed under torch.no_grad(), or "
+        "depends on no parameter that is trained."
+    )
