@@ -114,7 +114,7 @@ def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> li
 
     def add(name: str, value: float, bad: bool, remedy: str, level: Level = Level.WARN) -> None:
         unit = " bytes" if name in ("stack", "locked memory") else ""
-        message = "unlimited" if value == float("inf") else f"{value:,.0f}{unit}"
+        message = "unlimited" if value == float("inf") else f"{value:.0f}{unit}"
         found.append(Finding(level if bad else Level.OK, f"limit of {name}", message, remedy if bad else ""))
 
     level = Level.FAIL if files < TOO_FEW_FILES else Level.WARN
