@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,14 +85,14 @@ class OwnUpdates:
 
     def _instead(self, original: Callable[..., Any], called: Callable[[], Any]) -> Callable[..., Any]:
         @wraps(original)
-        def method(*args: Any, **keywords: Any) -> Any:
+        def method(optimizer: Any, *args: Any, **keywords: Any) -> Any:
             if not called_by_script(1):
                 return original(*args, **keywords)
             if callable(args[0] if args else keywords.get("closure")):
                 raise ConfigError("optimizer.step(closure) is not supported: compute the gradients before the step.")
             return called()
 
-        return method
+        return MethodType(method, self._engine.basic_optimizer)  # schedules wrap bound methods only
 
     @staticmethod
     def _add() -> None:

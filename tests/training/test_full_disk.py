@@ -129,7 +129,7 @@ def test_a_policy_holds_on_a_full_disk(
             assert kept in (["checkpoint-2", "checkpoint-4"], ["checkpoint-2"][: arguments.get("save_async", False)])
         assert not [text for text in messages if text.endswith("Traceback")]
         text = "\n".join(messages)
-        if freed_at == 0 and not ending:
+        if freed_at == 0 and not (ending or arguments.get("save_async")):  # an abandoned save may leave some room
             assert "trainer_state.json was not written" in text and "The report of the run was not written" in text
         if "nonfinite_policy" in arguments:
             assert "cannot be saved" in text and "replay runs them again" not in text + found

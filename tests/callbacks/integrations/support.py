@@ -66,7 +66,8 @@ def train(
         data: Any = RaggedTokens(24) if llama else regression_rows(24)
         model = tiny_llama() if llama else Regression()
         made = [make() for make in callbacks]
-        trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=made)
+        held_out: Any = RaggedTokens(24, seed=1) if llama else data
+        trainer = Trainer(model, args, train_dataset=data, eval_dataset=held_out, callbacks=made)
         trainer.args.hub_token = TOKEN
         trainer.train()
         trainer.evaluate(metric_key_prefix="test")

@@ -81,7 +81,7 @@ def test_records_that_python_cannot_read_are_left_out(tmp_path: Path, line: str)
 def test_half_of_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     card = {"samples": [{"source": "x.jsonl:1", "pieces": [{"text": "before \ud800 after", "trained": True}]}]}
     page, content = report_of(tmp_path, data_card=json.dumps(card))
-    assert "before ? after" in page
+    assert r"before \ud800 after" in page
     assert content["data"]["samples"][0]["pieces"][0]["text"] == "before ? after"
 
 
