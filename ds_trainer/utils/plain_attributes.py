@@ -14,11 +14,17 @@ from torch import nn
 
 _LARGEST = 10_000  # entries; a larger container is data, not a count
 _LEAVES = (int, float, complex, str, bytes, type(None), torch.Tensor)
+_looks = 0  # how many of these contexts are open
 _LIBRARIES = {__name__.partition(".")[0], "torch", "transformers", "deepspeed"}
 
 
 class _NotPlainError(Exception):
     """The value holds other objects, or too many."""
+
+
+def only_looks() -> bool:
+    """Whether code runs for its result only, so that what it logs is not recorded."""
+    return _looks > 0
 
 
 @contextmanager
@@ -31,12 +37,15 @@ def plain_attributes_restored(owner: object) -> Iterator[None]:
     """
     objects, tensors = ([], []) if isinstance(owner, nn.Module) else _insides(owner)
     kept = [(tensor, tensor._version, tensor.clone()) for tensor in tensors]
+    global _looks
     with ExitStack() as stack:
         for part in (owner, *objects):
             stack.enter_context(_restored(part))
+        _looks += 1
         try:
             yield
         finally:
+            _looks -= 1
             with torch.no_grad():
                 for tensor, version, copy in kept:
                     if tensor._version != version:

@@ -49,6 +49,7 @@ DIFFERENCES: dict[str, str] = {
     "losses/bf16_on_the_cpu": "bf16 means bf16 weights with float32 masters; `torch_autocast` is autocast.",
     "messages/checkpoint_of_another_version": _CHECKSUM,
     "messages/max_steps_and_epochs": _HEADER,
+    "messages/no_arguments": "`output_dir` becomes absolute, because a script may change its working directory.",
     "messages/no_output_directory": _HEADER,
     "parser/a_required_argument": _COMMAND_LINE,
     "parser/wrong_values_end_the_process": _COMMAND_LINE,

@@ -11,6 +11,7 @@ from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
 from ds_trainer.training.loop.token_counter import batch_flops
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.plain_attributes import only_looks
 from ds_trainer.utils.printable import shown
 
 
@@ -25,7 +26,8 @@ class LoggingMethods(TrainerBase):
             start_time: the ``time.time()`` at which the training began. If input tokens are counted
                 (``include_num_input_tokens_seen``), their number and their rate since then are logged too.
         """
-        self._ds_trainer.telemetry.log(logs, start_time)
+        if not only_looks():
+            self._ds_trainer.telemetry.log(logs, start_time)
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` to the output directory (main process)."""
