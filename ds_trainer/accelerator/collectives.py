@@ -28,7 +28,7 @@ from ds_trainer.utils.errors import ConfigError, listed
 class Collectives(ProcessControl):
     """Collectives of the accelerator. With one rank, nothing is sent and no process group is needed."""
 
-    _dummy = False
+    _dummy = _in_batch = False
     _triggered = False
 
     @property
@@ -46,14 +46,17 @@ class Collectives(ProcessControl):
     @contextmanager
     def batch(self, inputs: Any) -> Iterator[None]:
         """The current batch, set by the loop: results computed from a dummy do not count."""
-        self._dummy = isinstance(inputs, Dummy)
+        self._dummy, self._in_batch = isinstance(inputs, Dummy), True
         try:
             yield
         finally:
-            self._dummy = False
+            self._dummy = self._in_batch = False
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all replicas, concatenated along the first dimension in their order; 0-d ones are one row each.
+
+        While the loop runs a batch, ranks may have different numbers of rows, because the last batches of an evaluation
+        are those of one process; rows computed from a dummy are left out.
 
         Args:
             tensor: a tensor or nested tensors, with equal shapes on all ranks.
@@ -64,6 +67,11 @@ class Collectives(ProcessControl):
         if not self.use_distributed:
             return _leaves(_one_dimensional, tensor)
         self.join_group()
+        dimensions: list[int] = []
+        _leaves(lambda leaf: dimensions.append(leaf.dim()), tensor)
+        if self._in_batch and all(dimensions):
+            self._check(tensor, "gather", _shape_of_row, "Pad the other dimensions with pad_across_processes first.")
+            return self._gather_rows(tensor)
         self._check(tensor, "gather", _shape, "Use gather_for_metrics, or pad_across_processes first.")
         replica_leaders = self._replica_leaders
         everything = _operations().gather(tensor)

@@ -40,6 +40,7 @@ from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccu
 from ds_trainer.training.evaluation.shared_streams import in_order_of_stream, share_reading
 from ds_trainer.training.loop.batches import checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
+from ds_trainer.training.loop.first_loss import is_of_library
 from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
 from ds_trainer.training.loop.loss_rule import Weighting
@@ -192,6 +193,8 @@ class EvalLoop:
         if rule.evaluation is not None:
             return rule.evaluation
         if (alike and (known.settled or rule.verified)) or losses.sharder is not None or losses.packed:
+            return known
+        if is_of_library(trainer.compute_loss) or is_of_library(trainer.prediction_step):
             return known
         has_loss = isinstance(inputs, Mapping) and self.assembly.evaluator.has_loss(inputs)
         if not distributed.agree(torch.tensor([int(has_loss)]))[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,6 +23,17 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 from ds_trainer.utils.reported_ranks import reads, reporting
 from ds_trainer.utils.seeds import random_state, restore_random_state
+
+
+def is_of_library(method: Any) -> bool:
+    """Whether a method is that of an installed package: of TRL's or sentence-transformers' Trainers.
+
+    Their losses communicate between ranks and run other engines, which passes for a look would disturb: they count
+    items.
+    """
+    name = str(getattr(method, "__module__", None))
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in file and not name.startswith(("ds_trainer.", "transformers.", "torch."))
 
 
 class FirstLoss:
@@ -82,7 +94,7 @@ class FirstLoss:
         """Measure what the losses of micro-batches are the mean of, and count the step by that. Collective."""
         losses, rule = self._losses, self._losses.rule
         rule.verified = True
-        if not (rule.weighting.settled or losses.sharder is not None):
+        if not (rule.weighting.settled or losses.sharder is not None or is_of_library(self._method.call)):
             rule.use(self._measured(model, inputs))  # shards are text, whose items are tokens
             if not rule.weighting.settled:
                 losses.look_again()
