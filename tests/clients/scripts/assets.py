@@ -165,7 +165,7 @@ def preferences(number: int = 96) -> Dataset:
     )
 
 
-TIMES = ("runtime", "per_second", "total_flos", "num_tokens", "memory", "_time", "data_wait", "tflops")
+TIMES = ("runtime", "per_second", "total_flos", "num_tokens", "memory", "_time", "data_wait", "tflops", "step_seconds")
 
 
 def numbers(values: dict) -> dict[str, float]:
