@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ds_trainer.data.prepared.dataset import PreparedDataset
-from ds_trainer.data.prepared.prepare import prepare
-from ds_trainer.data.prepared.workers import Part
-from ds_trainer.data.sources.record import Record
+from ds_trainer.samples.prepared.dataset import PreparedDataset
+from ds_trainer.samples.prepared.prepare import prepare
+from ds_trainer.samples.prepared.workers import Part
+from ds_trainer.samples.sources.record import Record
 
 VOCABULARY = 16_000
 OURS, THEIRS, THEIRS_BATCHED = "prepare", "datasets.map", "datasets.map, batched"

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The folders of docs/architecture.md, lowest first.
 LAYERS = [
     *("utils", "arguments", "parallel", "planner", "config", "engine", "data"),
-    *("optim", "checkpoint", "monitor", "callbacks", "accelerator", "training", "recipes"),
+    *("optim", "checkpoint", "monitor", "callbacks", "accelerator", "training", "samples", "recipes"),
     *("compatibility", "launching", "cli"),
 ]
 HEAVY = ("torch", "deepspeed", "transformers")

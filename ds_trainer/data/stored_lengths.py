@@ -13,7 +13,7 @@ def stored_lengths(dataset: Any) -> npt.NDArray[np.int32] | None:
     """Tokens of every sample, int32 ``[samples]``; None if the dataset does not know them.
 
     A dataset knows them if its attribute ``lengths`` is an array with one integer per sample, as that of a
-    :class:`~ds_trainer.data.prepared.dataset.PreparedDataset`. Subsets and concatenations of such datasets know them
+    :class:`~ds_trainer.samples.prepared.dataset.PreparedDataset`. Subsets and concatenations of such datasets know them
     too, with a copy of four bytes per sample.
     """
     if isinstance(dataset, Subset):

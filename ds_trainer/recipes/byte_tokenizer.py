@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_trainer.data.sources.documents import Document
+from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, write_json
 

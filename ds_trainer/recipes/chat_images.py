@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.data.images.image_files import BadImage, read_image
-from ds_trainer.data.images.image_tokens import ImageTokens
+from ds_trainer.samples.images.image_files import BadImage, read_image
+from ds_trainer.samples.images.image_tokens import ImageTokens
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:

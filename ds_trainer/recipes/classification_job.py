@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ds_trainer.data.sources.bad_lines import BadRecord
-from ds_trainer.data.sources.marks import ReadKeys
-from ds_trainer.data.sources.record import Record
-from ds_trainer.data.sources.rows import Row
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
 from ds_trainer.recipes.task_run import task_tokenizer, train_task
+from ds_trainer.samples.sources.bad_lines import BadRecord
+from ds_trainer.samples.sources.marks import ReadKeys
+from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.rows import Row
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

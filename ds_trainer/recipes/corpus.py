@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ds_trainer.data.sources.bad_lines import BadLines
-from ds_trainer.data.sources.documents import Document, read_documents
-from ds_trainer.data.sources.files import DOCUMENT_SUFFIXES, SourceFile, find_files
 from ds_trainer.recipes.data_spec import DataSpec
+from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.documents import Document, read_documents
+from ds_trainer.samples.sources.files import DOCUMENT_SUFFIXES, SourceFile, find_files
 from ds_trainer.utils.errors import ConfigError
 
 

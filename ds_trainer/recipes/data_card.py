@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ds_trainer.data.chat.display import parts
-from ds_trainer.data.prepared.dataset import PreparedDataset
-from ds_trainer.data.sources.mixture_stream import MixtureStream
 from ds_trainer.monitor.report.run_files import DATA_CARD_NAME
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, SourceFigures
+from ds_trainer.samples.chat.display import parts
+from ds_trainer.samples.prepared.dataset import PreparedDataset
+from ds_trainer.samples.sources.mixture_stream import MixtureStream
 from ds_trainer.utils.files import write_json
 from ds_trainer.utils.secrets import without_secrets
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ds_trainer.arguments.enums import PackingStrategy
-from ds_trainer.data.chat.page import PageOptions, write_page
-from ds_trainer.data.sources.bad_lines import BadLines
-from ds_trainer.data.sources.held_out import HeldOut
-from ds_trainer.data.sources.record import Record
-from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.encoding import encoder_of
 from ds_trainer.recipes.fine_tuning_data import STREAMED, open_sources, split_of
 from ds_trainer.recipes.language_model import language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
+from ds_trainer.samples.chat.page import PageOptions, write_page
+from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.held_out import HeldOut
+from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.source import Source
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.printable import shown
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from ds_trainer.data.chat.options import EncodeOptions
-from ds_trainer.data.chat.problems import SampleProblem
-from ds_trainer.data.images.image_encoder import ImageEncoder
-from ds_trainer.data.sources.bad_lines import BadLine, BadLines, BadRecord
-from ds_trainer.data.sources.formats import RecordFormat, recognize
-from ds_trainer.data.sources.record import Record
-from ds_trainer.data.sources.rows import Row, read_rows
-from ds_trainer.data.sources.source import Source
-from ds_trainer.data.sources.spec import SourceSpec
 from ds_trainer.recipes.embedding_formats import KIND, embedding_format, read_row
 from ds_trainer.recipes.starting_model import StartingModel
+from ds_trainer.samples.chat.options import EncodeOptions
+from ds_trainer.samples.chat.problems import SampleProblem
+from ds_trainer.samples.images.image_encoder import ImageEncoder
+from ds_trainer.samples.sources.bad_lines import BadLine, BadLines, BadRecord
+from ds_trainer.samples.sources.formats import RecordFormat, recognize
+from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.rows import Row, read_rows
+from ds_trainer.samples.sources.source import Source
+from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
 
 MEASURED, COUNTED = 500, 100_000
@@ -33,7 +33,7 @@ class DataSurvey:
     """The data.
 
     Attributes:
-        kind: of the records (see :class:`ds_trainer.data.sources.record.Record`), ``classification``,
+        kind: of the records (see :class:`ds_trainer.samples.sources.record.Record`), ``classification``,
             ``embedding`` or :data:`IMAGES`.
         format: as a reader calls it.
         samples: their number, at most :data:`COUNTED`.

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.data.sources.bad_lines import BadRecord
-from ds_trainer.data.sources.marks import ReadKeys
-from ds_trainer.data.sources.record import Record
-from ds_trainer.data.sources.rows import Row
+from ds_trainer.samples.sources.bad_lines import BadRecord
+from ds_trainer.samples.sources.marks import ReadKeys
+from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.rows import Row
 
 KIND = "embedding"
 PAIRS, TRIPLETS, SCORED = "pairs", "triplets", "pairs with scores"

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_trainer.data.chat.encoder import Encoded, Encoder
-from ds_trainer.data.chat.options import EncodeOptions
-from ds_trainer.data.chat.problems import SampleProblem
-from ds_trainer.data.chat.templates import load_template
-from ds_trainer.data.images.image_encoder import ImageEncoder
-from ds_trainer.data.prepared.key import digest_of_code, digest_of_tokenizer
-from ds_trainer.data.sources.record import Record
 from ds_trainer.recipes.processors import processor_of
 from ds_trainer.recipes.recipe import Recipe
+from ds_trainer.samples.chat.encoder import Encoded, Encoder
+from ds_trainer.samples.chat.options import EncodeOptions
+from ds_trainer.samples.chat.problems import SampleProblem
+from ds_trainer.samples.chat.templates import load_template
+from ds_trainer.samples.images.image_encoder import ImageEncoder
+from ds_trainer.samples.prepared.key import digest_of_code, digest_of_tokenizer
+from ds_trainer.samples.sources.record import Record
 
 BAD_LINE = "bad_line"
 """Kind of the record that stands for a bad line: its field ``reason`` says what is wrong."""
 
-_CODE = ("ds_trainer.data.chat", "ds_trainer.data.sources", "ds_trainer.data.images", "ds_trainer.recipes.encoding")
+_CODE = (
+    "ds_trainer.samples.chat",
+    "ds_trainer.samples.sources",
+    "ds_trainer.samples.images",
+    "ds_trainer.recipes.encoding",
+)
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 

@@ -13,19 +13,19 @@ from typing import Any
 from torch.utils.data import ConcatDataset
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.data.chat.problems import NOTICES, unread_lines, unread_of
-from ds_trainer.data.prepared.dataset import PreparedDataset
-from ds_trainer.data.prepared.prepare import NothingPrepared, default_directory
 from ds_trainer.data.source_ids import with_source
-from ds_trainer.data.sources.bad_lines import BadLines
-from ds_trainer.data.sources.held_out import HeldOut
-from ds_trainer.data.sources.mixture import Mixture
-from ds_trainer.data.sources.mixture_stream import MixtureStream
-from ds_trainer.data.sources.record import Record
-from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder, identity_of
 from ds_trainer.recipes.prepared_sources import prepare_sources
+from ds_trainer.samples.chat.problems import NOTICES, unread_lines, unread_of
+from ds_trainer.samples.prepared.dataset import PreparedDataset
+from ds_trainer.samples.prepared.prepare import NothingPrepared, default_directory
+from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.held_out import HeldOut
+from ds_trainer.samples.sources.mixture import Mixture
+from ds_trainer.samples.sources.mixture_stream import MixtureStream
+from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.source import Source
 from ds_trainer.training.loop.source_losses import records_sources
 from ds_trainer.utils.errors import ConfigError
 
@@ -46,7 +46,7 @@ class SourceFigures:
         samples, tokens, trained_tokens: that they gave; the first token of a sample is no target.
         without_sample: records that gave none, because they are too long or cannot be encoded.
         bad_lines: that were left out.
-        notices: what deserves to be known, counted (:data:`~ds_trainer.data.chat.problems.NOTICES`).
+        notices: what deserves to be known, counted (:data:`~ds_trainer.samples.chat.problems.NOTICES`).
         unread: keys of samples that no rule has read, with the number of samples.
     """
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_trainer.data.padding import TokenPaddingCollator
-from ds_trainer.data.sources.mixture_stream import MixtureStream
 from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.data_card import write_data_card
 from ds_trainer.recipes.distillation import trainer_class_of
@@ -21,6 +20,7 @@ from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.report import generate_sample
 from ds_trainer.recipes.run_results import final_loss, finished_in, train_and_report
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
+from ds_trainer.samples.sources.mixture_stream import MixtureStream
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 

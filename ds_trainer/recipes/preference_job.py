@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ds_trainer.data.sources.record import Record
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
 from ds_trainer.recipes.task_run import check_replaced, library_arguments, task_tokenizer, train_task
+from ds_trainer.samples.sources.record import Record
 from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.training.loading.peft_adapters import make_peft_config
 from ds_trainer.utils.errors import ConfigError

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.data.prepared.dataset import PreparedDataset
-from ds_trainer.data.prepared.prepare import NothingPrepared, prepare
-from ds_trainer.data.prepared.workers import Part
-from ds_trainer.data.sources.bad_lines import BadLine, BadLines
-from ds_trainer.data.sources.files import SourceFile
-from ds_trainer.data.sources.held_out import HeldOut
-from ds_trainer.data.sources.record import Record
-from ds_trainer.data.sources.source import Source, read_file
 from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder
+from ds_trainer.samples.prepared.dataset import PreparedDataset
+from ds_trainer.samples.prepared.prepare import NothingPrepared, prepare
+from ds_trainer.samples.prepared.workers import Part
+from ds_trainer.samples.sources.bad_lines import BadLine, BadLines
+from ds_trainer.samples.sources.files import SourceFile
+from ds_trainer.samples.sources.held_out import HeldOut
+from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.source import Source, read_file
 from ds_trainer.utils.errors import ConfigError, listed
 
 

@@ -37,10 +37,10 @@ from ds_trainer.arguments.construction import file_problems
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
-from ds_trainer.data.sources.spec import SourceSpec
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.distillation_spec import DistillationSpec
 from ds_trainer.recipes.task import TaskSpec, complete_short_forms
+from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file, shortened
 from ds_trainer.utils.sizes import parse_tokens

@@ -14,12 +14,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ds_trainer.data.sources.documents import Document
 from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.language_model import load_language_model
 from ds_trainer.recipes.recipe import ReportSpec
 from ds_trainer.recipes.run_results import finished_in
 from ds_trainer.recipes.tokenizers import Tokenizer
+from ds_trainer.samples.sources.documents import Document
 
 
 def bits_per_byte(loss: float, targets: int, size: int) -> float:

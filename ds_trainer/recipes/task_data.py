@@ -1,8 +1,8 @@
 """The samples of a task in Arrow files: written once by one process of a machine, then memory-mapped by all.
 
 The files are found again by their content: digests of the source files, what decides how they are read, and the code
-that reads them (:mod:`ds_trainer.data.prepared.key`). Processes that wait do so without a collective
-(:mod:`ds_trainer.data.prepared.once`). A directory is written beside its name and renamed last.
+that reads them (:mod:`ds_trainer.samples.prepared.key`). Processes that wait do so without a collective
+(:mod:`ds_trainer.samples.prepared.once`). A directory is written beside its name and renamed last.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.data.chat.problems import unread_lines
-from ds_trainer.data.prepared.block_file import writing
-from ds_trainer.data.prepared.key import content_key, digest_of_code, file_states, known_digest_of_files
-from ds_trainer.data.prepared.once import Heartbeat, Waiting, made_once
-from ds_trainer.data.prepared.prepare import default_directory
-from ds_trainer.data.sources.bad_lines import BadLine, BadLines, BadRecord
-from ds_trainer.data.sources.held_out import HeldOut
-from ds_trainer.data.sources.mixture import Mixture
-from ds_trainer.data.sources.record import Record
-from ds_trainer.data.sources.rows import Row, read_rows
-from ds_trainer.data.sources.source import Source
 from ds_trainer.recipes.data_spec import DataSpec
+from ds_trainer.samples.chat.problems import unread_lines
+from ds_trainer.samples.prepared.block_file import writing
+from ds_trainer.samples.prepared.key import content_key, digest_of_code, file_states, known_digest_of_files
+from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once
+from ds_trainer.samples.prepared.prepare import default_directory
+from ds_trainer.samples.sources.bad_lines import BadLine, BadLines, BadRecord
+from ds_trainer.samples.sources.held_out import HeldOut
+from ds_trainer.samples.sources.mixture import Mixture
+from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.rows import Row, read_rows
+from ds_trainer.samples.sources.source import Source
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import flush, new_partial, read_json, user_path, write_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
@@ -160,7 +160,7 @@ def _identity(spec: DataSpec, reading: Reading, sources: Mapping[str, list[Sourc
         "task": [reading.kind, dict(reading.options)],
         "sources": shown,
         "split": [spec.held_out, spec.bad_lines],
-        "code": digest_of_code("ds_trainer.data.sources", __name__, reading.code, packages=("pyarrow",)),
+        "code": digest_of_code("ds_trainer.samples.sources", __name__, reading.code, packages=("pyarrow",)),
     }
 
 

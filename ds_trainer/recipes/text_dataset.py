@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_trainer.data.sources.documents import Document
 from ds_trainer.recipes.tokenizers import Tokenizer
+from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError
 
 

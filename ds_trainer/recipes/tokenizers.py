@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ds_trainer.data.sources.documents import Document
 from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_trainer.data.images.image_collator import ImageCollator
-from ds_trainer.data.images.image_encoder import ImageEncoder
 from ds_trainer.recipes.encoding import encoder_of
 from ds_trainer.recipes.fine_tuning_data import open_sources, read_fine_tuning_data
 from ds_trainer.recipes.fine_tuning_job import FineTuningInputs, run_job
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
+from ds_trainer.samples.images.image_collator import ImageCollator
+from ds_trainer.samples.images.image_encoder import ImageEncoder
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:

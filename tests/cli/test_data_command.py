@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ds_trainer.cli.main import main
-from tests.data.chat.families import FAMILIES, make_tokenizer
+from tests.samples.chat.families import FAMILIES, make_tokenizer
 
 RECIPE = """
 model:

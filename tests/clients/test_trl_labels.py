@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.data.chat.encoder import Encoder
-from ds_trainer.data.chat.options import EncodeOptions
-from ds_trainer.data.sources.record import Record
-from tests.data.chat.families import FAMILIES, make_tokenizer
+from ds_trainer.samples.chat.encoder import Encoder
+from ds_trainer.samples.chat.options import EncodeOptions
+from ds_trainer.samples.sources.record import Record
+from tests.samples.chat.families import FAMILIES, make_tokenizer
 
 CONVERSATIONS = [
     [

@@ -11,7 +11,7 @@ import torch
 
 from ds_trainer.recipes.jobs import run
 from ds_trainer.recipes.recipe import load_recipe
-from tests.data.chat.families import FAMILIES, make_tokenizer
+from tests.samples.chat.families import FAMILIES, make_tokenizer
 
 # Every step has all samples, so that their order does not matter.
 SAMPLES, STEPS, RATE = 12, 5, 5e-3

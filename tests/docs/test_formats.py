@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ds_trainer.data.chat.encoder import Encoder
-from ds_trainer.data.chat.options import EncodeOptions
-from ds_trainer.data.chat.problems import SampleProblem, unread_lines
-from ds_trainer.data.sources.bad_lines import BadLines
-from ds_trainer.data.sources.source import Source
-from ds_trainer.data.sources.spec import SourceSpec
-from tests.data.chat.families import FAMILIES, make_tokenizer, marked
+from ds_trainer.samples.chat.encoder import Encoder
+from ds_trainer.samples.chat.options import EncodeOptions
+from ds_trainer.samples.chat.problems import SampleProblem, unread_lines
+from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.source import Source
+from ds_trainer.samples.sources.spec import SourceSpec
+from tests.samples.chat.families import FAMILIES, make_tokenizer, marked
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
 _EXAMPLE = re.compile(r"^### ([^\n]+)\n\n```json\n(.*?)```\n\n```text\n(.*?)```\n", re.MULTILINE | re.DOTALL)

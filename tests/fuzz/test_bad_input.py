@@ -22,17 +22,17 @@ from ds_trainer import TrainingArguments
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
 from ds_trainer.cli.main import main
 from ds_trainer.config.compiler import compile_config
-from ds_trainer.data.chat.problems import RenderError
-from ds_trainer.data.chat.rendering import Renderer
-from ds_trainer.data.chat.templates import load_template
-from ds_trainer.data.prepared.block_file import DamagedDataset
-from ds_trainer.data.prepared.manifest import Manifest as DataManifest
-from ds_trainer.data.sources.bad_lines import BadLines
-from ds_trainer.data.sources.source import Source
-from ds_trainer.data.sources.spec import SourceSpec
 from ds_trainer.launching.hosts import read_hostfile, slurm_hosts
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.samples.chat.problems import RenderError
+from ds_trainer.samples.chat.rendering import Renderer
+from ds_trainer.samples.chat.templates import load_template
+from ds_trainer.samples.prepared.block_file import DamagedDataset
+from ds_trainer.samples.prepared.manifest import Manifest as DataManifest
+from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.source import Source
+from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.printable import printable
 from ds_trainer.utils.ranks import resolve_ranks

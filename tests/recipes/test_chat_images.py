@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.data.chat.options import EncodeOptions
-from ds_trainer.data.images.image_collator import ImageCollator
-from ds_trainer.data.images.image_encoder import ImageEncoder
-from ds_trainer.data.sources.record import Record
 from ds_trainer.recipes.chat_images import ChatImages
 from ds_trainer.recipes.chat_session import ChatSession, GenerationOptions, load_session
 from ds_trainer.recipes.saved_model import find_saved_model
+from ds_trainer.samples.chat.options import EncodeOptions
+from ds_trainer.samples.images.image_collator import ImageCollator
+from ds_trainer.samples.images.image_encoder import ImageEncoder
+from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
 from tests.support.chat_model import chat_tokenizer, save_chat_model
 from tests.support.vision_models import make_model, make_processor, picture, save_vision_model

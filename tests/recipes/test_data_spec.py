@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.data.sources.spec import SourceSpec
 from ds_trainer.recipes.recipe import Recipe, load_recipe
+from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
 
 GOOD = """\

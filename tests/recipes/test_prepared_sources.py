@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from ds_trainer import TrainingArguments
-from ds_trainer.data.chat.encoder import Encoder
-from ds_trainer.data.chat.options import EncodeOptions
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.encoding import RecordEncoder
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, read_fine_tuning_data
+from ds_trainer.samples.chat.encoder import Encoder
+from ds_trainer.samples.chat.options import EncodeOptions
 from ds_trainer.utils.errors import ConfigError
 from tests.support.chat_model import chat_tokenizer
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from ds_trainer.cli.main import main
-from ds_trainer.data.sources.rows import Row
 from ds_trainer.recipes.classification_job import LabeledRows, classification_metrics
 from ds_trainer.recipes.embedding_formats import read_row
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
+from ds_trainer.samples.sources.rows import Row
 from ds_trainer.utils.errors import ConfigError
 from tests.cli.test_init import ROWS
 from tests.support.chat_model import save_chat_model

@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from ds_trainer import Trainer
-from ds_trainer.data.images.image_collator import ImageCollator
-from ds_trainer.data.images.image_encoder import ImageEncoder
-from ds_trainer.data.sources.record import Record
+from ds_trainer.samples.images.image_collator import ImageCollator
+from ds_trainer.samples.images.image_encoder import ImageEncoder
+from ds_trainer.samples.sources.record import Record
 from tests.support.compare import relative
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import RankFailure, pool

@@ -1,0 +1,1 @@
+"""From files as people have them to samples: records, chat templates, images, prepared datasets."""

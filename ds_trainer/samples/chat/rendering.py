@@ -1,0 +1,122 @@
+"""A conversation as the text that its template makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ds_trainer.samples.chat.messages import Message
+from ds_trainer.samples.chat.problems import RenderError
+from ds_trainer.samples.chat.templates import has_markers, refuse_excess, with_fixed_date
+
+# A text that no data and no template has; templates neither trim nor escape it.
+SENTINEL = "\u241fds7q\u241f"
+# The fields of reasoning that templates read (transformers from 5.23 on fills them in itself).
+_REASONING_ALIAS = "thinking"
+
+
+class Rendered(NamedTuple):
+    """Text, and the (start, end) characters of each ``{% generation %}`` block that wrote something."""
+
+    text: str
+    marked: list[tuple[int, int]]
+
+
+class Renderer:
+    """Applies one template.
+
+    Attributes:
+        template: its text.
+        markers: whether it marks what the assistant generates.
+        prompts: whether it writes a generation prompt when it is asked to.
+    """
+
+    def __init__(self, template: str, tokenizer: Any, template_kwargs: dict[str, Any], date: str) -> None:
+        refuse_excess(template)
+        self.template = template
+        self.markers = has_markers(template)
+        self._dated, dates = with_fixed_date(template, date)
+        self._variables = {**tokenizer.special_tokens_map, **template_kwargs, **dates}
+        self._arguments_as_text = False
+        self._empty_content: str | None = ""
+        self.prompts = self._writes_generation_prompt()
+        self.renders_tool_calls = self._find_tool_call_form()
+
+    def render(self, messages: Sequence[Message], tools: list[Message] | None, prompt: bool = False) -> str:
+        """The text of ``messages``, with the generation prompt at the end if ``prompt``.
+
+        Raises:
+            RenderError: the template cannot.
+        """
+        return self.render_marked(messages, tools, prompt, markers=False).text
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: list[Message] | None, prompt: bool = False, markers: bool = True
+    ) -> Rendered:
+        """As :meth:`render`, with the blocks that the template marks."""
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, marked = render_jinja_template(
+                conversations=[[self._as_given(message) for message in messages]],
+                tools=tools,
+                chat_template=self._dated,
+                return_assistant_tokens_mask=markers,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        except jinja2.TemplateError as error:
+            raise RenderError(str(error) or type(error).__name__) from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise RenderError(f"{type(error).__name__}: {error}") from error
+        except (MemoryError, RecursionError) as error:
+            raise RenderError(f"it takes too much memory or is nested too deeply ({type(error).__name__})") from error
+        return Rendered(texts[0], [(start, end) for start, end in marked[0] if end > start] if markers else [])
+
+    def _as_given(self, message: Message) -> Message:
+        """The message in the form that this template reads."""
+        given = dict(message)
+        if "reasoning_content" in given:
+            given[_REASONING_ALIAS] = given["reasoning_content"]
+        if calls := given.get("tool_calls"):
+            if not given["content"]:
+                given["content"] = self._empty_content
+            if self._arguments_as_text:
+                given["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
+        return given
+
+    def _writes_generation_prompt(self) -> bool:
+        user = [{"role": "user", "content": "a"}]
+        try:
+            return self.render(user, None, prompt=True) != self.render(user, None)
+        except RenderError:
+            return True
+
+    def _find_tool_call_form(self) -> bool:
+        """Whether the template writes tool calls; finds out how it wants them.
+
+        Some read arguments as a mapping and some as JSON; some write a call only if the content is null.
+        """
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": SENTINEL}}}
+        messages: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        for self._arguments_as_text in (False, True):
+            for self._empty_content in ("", None):
+                try:
+                    text = self.render(messages, None)
+                except RenderError:
+                    continue
+                # JSON within JSON (with escaped quotation marks) is a mapping's form given as text.
+                if SENTINEL in text and not re.search(r"\bNone\b", text) and f'\\"{SENTINEL}' not in text:
+                    return True
+        self._arguments_as_text, self._empty_content = False, ""
+        return False
+
+
+def _as_text(function: Message) -> Message:
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}

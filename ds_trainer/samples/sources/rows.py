@@ -1,0 +1,305 @@
+"""Rows as they are in a file, one reader for each format; what cannot be read is yielded as a :class:`BadLine`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ds_trainer.samples.sources.bad_lines import BadLine
+from ds_trainer.samples.sources.compression import READ_ERRORS, open_bytes, reason_of
+from ds_trainer.samples.sources.files import SourceFile
+from ds_trainer.samples.sources.tables import read_arrow, read_dataset, read_parquet
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is a bad line: it is passed over without being held in memory."""
+
+MAX_JSON_BYTES = 2**30
+"""A larger ``.json`` file is refused, because it has to be in memory at once."""
+
+_BOM = b"\xef\xbb\xbf"
+_OTHER_ENCODINGS = (
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+
+
+class Row(NamedTuple):
+    """A row: where it is (``file:line`` or ``file, row N``) and its value.
+
+    The value of a text file is its content as bytes, that of all others what the format says, usually a dict.
+    """
+
+    where: str
+    value: Any
+
+
+def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row | BadLine]:
+    """The rows of ``file`` in order, and its bad lines.
+
+    Args:
+        file: what to read.
+        columns: of a table, read these only; one that is missing makes the whole file bad.
+    """
+    if file.format in _TABLES:
+        read = _TABLES[file.format](file.path, columns)
+        for number, value in enumerate(read, 1):
+            yield value if isinstance(value, BadLine) else Row(f"{file.path}, row {number}", value)
+        return
+    try:
+        yield from _READERS[file.format](file.path)
+    except READ_ERRORS as error:
+        yield BadLine(str(file.path), reason_of(error), whole_file=True)
+
+
+def read_text(path: Path) -> Iterator[Row | BadLine]:
+    """The whole file as one row of bytes."""
+    with open_bytes(path) as stream:
+        yield Row(str(path), stream.read())
+
+
+def read_jsonl(path: Path) -> Iterator[Row | BadLine]:
+    """One JSON value per line; blank lines are passed over."""
+    with open_bytes(path) as stream:
+        number = 0
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if number == 1:
+                if (bad := _first_line_problem(path, line)) is not None:
+                    yield bad
+                    return
+                line = line.removeprefix(_BOM)
+            if len(line) > MAX_LINE_BYTES:
+                _pass_over(stream, line)
+                yield BadLine(where, f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
+            elif line.strip():
+                yield _parsed(where, line)
+
+
+def read_json(path: Path) -> Iterator[Row | BadLine]:
+    """A list of samples, an object with one list of samples, or one JSON object per line."""
+    with open_bytes(path) as stream:
+        data = stream.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        limit = f"{MAX_JSON_BYTES // 2**20:,} MiB"
+        yield BadLine(str(path), f"is larger than {limit} as one JSON value; write one object per line (jsonl)", True)
+        return
+    if (encoding := _other_encoding(data)) is not None:
+        yield BadLine(str(path), f"is {encoding}; convert it to UTF-8", whole_file=True)
+        return
+    first, _, rest = data.removeprefix(_BOM).lstrip().partition(b"\n")
+    if rest.strip() and isinstance(getattr(_parsed("", first), "value", None), dict):
+        yield from read_jsonl(path)
+        return
+    yield from _elements(path, data.removeprefix(_BOM))
+
+
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row | BadLine]:
+    """One row per line, named by the first line; values with line breaks are quoted.
+
+    Python's reader, because it knows the line of what it cannot read.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with open_bytes(path) as stream:
+        encoding = _other_encoding(stream.read(4))
+        if encoding is not None:
+            yield BadLine(str(path), f"is {encoding}; convert it to UTF-8", whole_file=True)
+            return
+    with open_bytes(path) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        while True:
+            where = f"{path}:{reader.line_num + 1}"
+            try:
+                row = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield BadLine(where, f"not valid CSV: {error}")
+                continue
+            if not row:
+                continue
+            if header is None:
+                header = row
+                if problem := _header_problem(header):
+                    yield BadLine(where, problem, whole_file=True)
+                    return
+                continue
+            yield _named(where, header, row)
+
+
+def _read_tsv(path: Path) -> Iterator[Row | BadLine]:
+    return read_csv(path, "\t")
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row | BadLine]]] = {
+    "text": read_text,
+    "jsonl": read_jsonl,
+    "json": read_json,
+    "csv": read_csv,
+    "tsv": _read_tsv,
+}
+_TABLES = {"parquet": read_parquet, "arrow": read_arrow, "dataset": read_dataset}
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+class _RepeatedKey(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _RepeatedKey(next(name for name in names if names.count(name) > 1))
+    return result
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _parsed(where: str, line: bytes) -> Row | BadLine:
+    try:
+        return Row(where, _DECODER.decode(line.decode("utf-8")))
+    except ValueError as error:
+        return BadLine(where, _json_reason(error))
+    except RecursionError:
+        return BadLine(where, "not valid JSON: nested too deeply")
+
+
+def _json_reason(error: ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text (byte {error.start + 1} of the line)"
+    if isinstance(error, _RepeatedKey):
+        return f"the key {str(error)!r} appears twice in an object"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg} (column {error.colno}); each line must be one JSON object"
+    return f"not valid JSON: {error}"
+
+
+def _first_line_problem(path: Path, line: bytes) -> BadLine | None:
+    if (encoding := _other_encoding(line)) is not None:
+        return BadLine(str(path), f"is {encoding}; convert it to UTF-8", whole_file=True)
+    if line.removeprefix(_BOM).strip() in (b"[", b"{"):
+        return BadLine(f"{path}:1", "a JSON value over several lines; name the file .json, or set format to json", True)
+    return None
+
+
+def _other_encoding(start: bytes) -> str | None:
+    return next((name for mark, name in _OTHER_ENCODINGS if start.startswith(mark)), None)
+
+
+def _pass_over(stream: IO[bytes], line: bytes) -> None:
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(MAX_LINE_BYTES)
+
+
+def _elements(path: Path, data: bytes) -> Iterator[Row | BadLine]:
+    """The elements of a JSON list with their lines, or the rows of an object."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        yield BadLine(f"{path}:{line}", f"not UTF-8 text (byte {error.start + 1} of the file)", whole_file=True)
+        return
+    position, line = _after_space(text, 0), 1
+    if not text.strip():
+        return
+    in_list = text[position] == "["
+    position += in_list
+    counted = 0
+    while True:
+        position = _after_space(text, position)
+        line += text.count("\n", counted, position)
+        counted = position
+        where = f"{path}:{line}"
+        if in_list and text[position : position + 1] == "]":
+            yield from _second_value(path, text, position + 1)
+            return
+        try:
+            value, position = _DECODER.raw_decode(text, position)
+        except RecursionError:
+            yield BadLine(where, "not valid JSON: nested too deeply", whole_file=True)
+            return
+        except ValueError as error:
+            place = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else where
+            reason = _json_reason(error).partition("; each line")[0]
+            yield BadLine(place, reason, whole_file=True)
+            return
+        if not in_list:
+            second = list(_second_value(path, text, position))
+            yield from second or _rows_of_object(path, where, value)
+            return
+        yield Row(where, value)
+        position = _after_space(text, position)
+        if text[position : position + 1] not in (",", "]"):
+            at = text.count("\n", 0, position) + 1
+            yield BadLine(f"{path}:{at}", "not valid JSON: expected ',' or ']' after an element", whole_file=True)
+            return
+        position += text[position] == ","
+
+
+def _second_value(path: Path, text: str, end: int) -> Iterator[BadLine]:
+    """Something after the only value of a file: files that were joined, or objects that were printed one by one."""
+    position = _after_space(text, end)
+    if position < len(text):
+        line = text.count("\n", 0, position) + 1
+        reason = "not valid JSON: a second value follows the first; write one object per line (jsonl), or one list"
+        yield BadLine(f"{path}:{line}", reason, whole_file=True)
+
+
+def _after_space(text: str, position: int) -> int:
+    while text[position : position + 1] in (" ", "\n", "\r", "\t"):
+        position += 1
+    return position
+
+
+def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[Row | BadLine]:
+    lists = []
+    if isinstance(value, dict):
+        lists = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+    turns = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected", "tools")
+    samples = [key for key in lists if key not in turns]
+    if len(samples) != 1 or len(samples) < len(lists):
+        yield Row(where, value)
+        return
+    for number, row in enumerate(value[samples[0]], 1):
+        yield Row(f"{path}, row {number}", row)
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------
+
+
+def _header_problem(header: list[str]) -> str | None:
+    if not _is_text(header):
+        return "not UTF-8 text"
+    if not all(name.strip() for name in header):
+        return "a column in the first line has no name"
+    repeated = sorted({name for name in header if header.count(name) > 1})
+    return f"the column {repeated[0]!r} appears twice in the first line" if repeated else None
+
+
+def _named(where: str, header: list[str], row: list[str]) -> Row | BadLine:
+    if len(row) != len(header):
+        return BadLine(where, f"has {len(row)} values, but the first line names {len(header)} columns")
+    if not _is_text(row):
+        return BadLine(where, "not UTF-8 text")
+    return Row(where, dict(zip(header, row, strict=True)))
+
+
+def _is_text(row: list[str]) -> bool:
+    """Whether no byte had to become a surrogate."""
+    try:
+        "".join(row).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
