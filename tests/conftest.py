@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import Phase, settings
 
 from ds_trainer.config.environment import Environment
 from tests.cluster.machines import Cluster, why_not
+from tests.support.chromium import browser
 from tests.support.extended import JOBS, NOTICING, OPERATORS_FIXTURE, is_beyond, is_extended
 from tests.support.matrix import is_left_out
 from tests.support.operators import OPERATORS, OperatorBuild
@@ -45,8 +48,23 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
 
 
+_FOUND: dict[str, Callable[[], Any]] = {"libaio.h": Environment().has_async_io, "chromium": browser}
+"""How to look for what is not simply a program on PATH."""
+
+
+def _ask_for_more(item: pytest.Item) -> None:
+    """Tests of the default run need Python, git and a C compiler alone."""
+    for marker in item.iter_markers("needs"):
+        item.add_marker("extended")
+        missing = [what for what in marker.args if not _FOUND.get(what, partial(shutil.which, what))()]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"this machine has no {', '.join(missing)}"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is run only when asked for is marked and left out; for ``pytest -n``, files that start jobs come first."""
+    for item in items:
+        _ask_for_more(item)
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)

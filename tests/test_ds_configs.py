@@ -191,7 +191,7 @@ def train_on_disk(extensions: str, nvme: Path, output_dir: Path) -> tuple[list[f
 
 
 @pytest.mark.jit
-@pytest.mark.skipif(not Environment().has_async_io(), reason="libaio.h is not installed")
+@pytest.mark.needs("libaio.h")
 def test_offload_to_nvme_trains(extensions: str, tmp_path: Path) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()

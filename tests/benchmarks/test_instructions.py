@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ def test_the_counted_steps_are_within_the_training() -> None:
     assert case.steps > WARMUP + STEPS
 
 
-@pytest.mark.skipif(shutil.which("valgrind") is None, reason="no valgrind")
+@pytest.mark.needs("valgrind")
 def test_instructions_of_a_program(tmp_path: Path) -> None:
     """Twice the same program: the same number, and more for more work."""
     counts = []

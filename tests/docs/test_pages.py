@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -130,14 +132,51 @@ def test_messages_that_the_page_explains_are_messages() -> None:
 # -- paths and links ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "SECURITY.md", "docs/tutorials/script-to-cluster.md"])
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "ds_configs/*.md")
+    for path in ROOT.glob(pattern)
+)
+OF_OTHERS = ("docs/upstream/", "docs/reference/deepspeed-files.md", "docs/reference/formats.md")
+"""Pages about repositories of others, with the paths of those."""
+FOLDERS = ("ds_trainer", "tests", "tools", "docs", "examples", "launch", "benchmarks", "ds_configs")
+BASES = ("", "ds_trainer", "ds_trainer/training", "tests", "benchmarks")
+"""What a path on a page may be relative to."""
+
+
+def quoted_paths(page: str) -> set[str]:
+    """Backticked paths of a page: files of code, and folders of this repository."""
+    prose = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
+    file, folder = r"[\w.-]+(?:/[\w.*-]+)*\.(?:py|sh|sbatch)", rf"(?:{'|'.join(FOLDERS)})(?:/[\w.*-]+)+"
+    return set(re.findall(rf"`({file}|{folder})(?=[`:( /])", prose))
+
+
+@functools.cache
+def files_of(package: str) -> frozenset[str]:
+    """Names of the Python files of this repository, or of an installed package."""
+    spec = importlib.util.find_spec(package) if package else None
+    folders = [ROOT / name for name in FOLDERS] if spec is None else [Path(str(spec.origin)).parent]
+    return frozenset(path.name for folder in folders for path in folder.rglob("*.py"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(OF_OTHERS)])
 def test_paths_exist(page: str) -> None:
-    quoted = re.findall(r"`([\w.-]+(?:/[\w.-]+)+)`", text(page))
-    paths = [
-        path for path in quoted if path.split("/")[0] in ("ds_trainer", "tests", "tools", "docs", "examples", "launch")
-    ]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    assert paths or page in ("SECURITY.md",)
+    """Files and folders that a page names are there. A file without a folder: one of this name is."""
+    known = files_of("") | files_of("deepspeed")
+    missing = []
+    for path in sorted(quoted_paths(page) - {"benchmarks/wheels"}):  # git ignores it
+        if "/" not in path and path.endswith(".py"):
+            found = path in known
+        else:
+            bases = [(ROOT / page).parent, *(ROOT / base for base in BASES)]
+            found = any(any(base.glob(name)) for base in bases for name in (path, f"{path}.py"))
+        if not found:
+            missing.append(path)
+    assert missing == []
+
+
+def test_the_page_of_concepts_names_many_files() -> None:
+    assert len(quoted_paths("docs/explanation/where-is-what.md")) > 90
 
 
 def test_relative_links_lead_somewhere() -> None:
@@ -148,8 +187,18 @@ def test_relative_links_lead_somewhere() -> None:
         *(ROOT / "ds_configs").glob("*.md"),
     ]
     broken = []
+    repository = re.search(r'^Repository = "(.*)"$', text("pyproject.toml"), flags=re.MULTILINE)
+    assert repository is not None
+    own = re.compile(
+        re.escape(repository[1]).replace("github", r"(?:github|raw\.githubusercontent)") + "/(?:blob/)?main/"
+    )
     for page in pages:
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        content = page.read_text(encoding="utf-8")
+        targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", content)
+        for target in targets + re.findall(r"^\[[^\]]+\]: ([^#\s]+)", content, flags=re.MULTILINE):
+            inside = own.sub("", target)  # absolute, for a registry; a file of this repository all the same
+            if inside != target and not (ROOT / inside).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert broken == []

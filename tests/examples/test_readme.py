@@ -35,7 +35,7 @@ def test_the_readme_is_short() -> None:
 def test_the_code_prints_the_output(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(block("python"), encoding="utf-8")
     completed = subprocess.run(
-        [sys.executable, "train.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "train.py"],
         cwd=tmp_path,
         env=environment() | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -232,7 +232,11 @@ def test_layouts_offload_and_precision_for_gpus(values: dict[str, Any], groups: 
     assert ("cpu_adam" in found.operators) == ("offload_optimizer" in values)
 
 
-def test_adapters_hpz_and_nvme(tmp_path: Path) -> None:
+def test_adapters_hpz_and_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "libaio.h").touch()  # asked for where states go to NVMe; a rehearsal compiles nothing
+    monkeypatch.setenv("CPATH", str(headers))
     adapters = {"model.peft": {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}}
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     settings = {"arguments.deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8, **offload}}}

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.config.environment import Environment
 from tests.support.compare import weight_distance
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory
@@ -24,7 +23,7 @@ STOP, STEPS = 2, 4
 
 pytestmark = [
     pytest.mark.jit,
-    pytest.mark.skipif(not Environment().has_async_io(), reason="libaio.h is not installed"),
+    pytest.mark.needs("libaio.h"),
 ]
 
 

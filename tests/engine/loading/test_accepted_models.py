@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.config.environment import Environment
 from ds_trainer.engine.loading.parameter_data import set_data
 from ds_trainer.engine.loading.weight_source import attached_weight_source
 from ds_trainer.utils.errors import ConfigError
@@ -186,7 +185,7 @@ def on_disk(extensions: str, directory: str) -> list[Trajectory]:
 
 
 @pytest.mark.jit
-@pytest.mark.skipif(not Environment().has_async_io(), reason="libaio.h is not installed")
+@pytest.mark.needs("libaio.h")
 def test_weights_offloaded_to_disk_train_alike(extensions: str, tmp_path: Path) -> None:
     for in_memory, handed_in, lazily in pool(2).run(on_disk, extensions, str(tmp_path), timeout=900):
         assert_equal(handed_in, in_memory)

@@ -11,11 +11,9 @@ import pytest
 
 from ds_trainer.monitor.report.writing import write_comparison, write_report
 from tests.monitor.report.example_run import example_run
-from tests.support.chromium import Chromium, browser
+from tests.support.chromium import Chromium
 
-pytestmark = pytest.mark.skipif(
-    browser() is None, reason="no Chromium on this machine: apt-get install chromium, to look at the report in it"
-)
+pytestmark = pytest.mark.needs("chromium")
 PHONE, DESKTOP = (390, 844), (1200, 1500)
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.config.environment import Environment
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory import model_states as states
 from ds_trainer.planner.memory.elements import elements_of
@@ -25,7 +24,7 @@ from tests.support.pool import pool
 
 pytestmark = [
     pytest.mark.jit,
-    pytest.mark.skipif(not Environment().has_async_io(), reason="libaio.h is not installed"),
+    pytest.mark.needs("libaio.h"),
 ]
 
 SUB_GROUP, IN_HOST = 5_000_000, 8_000_000
