@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -15,11 +15,13 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.weights.model_saving import save_weights
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.stream import StreamLoader
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import host_copies, plan_shards
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.sizes import parse_size
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 
 class PreparedObjects(Collectives):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import isinf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,10 +27,12 @@ from ds_trainer.accelerator.views import (
 from ds_trainer.arguments.accelerator_config import AcceleratorConfig, accelerator_config
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 # Members of accelerate's class that are not supported, and what to use instead.
 ALTERNATIVES = {

@@ -21,6 +21,9 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("callbacks.state")
 
+STATE_FILE = "trainer_state.json"
+"""The file of a :class:`TrainerState` in a checkpoint and in the output directory."""
+
 
 class ExportableState:
     """Mixin for callbacks whose state belongs in the checkpoint (an early-stopping counter, for example).

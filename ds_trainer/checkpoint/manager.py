@@ -46,7 +46,6 @@ from ds_trainer.utils.seeds import random_state, restore_random_state
 
 logger = get_logger(__name__)
 
-STATE_FILE = "trainer_state.json"
 SCHEDULE_FILE = "scheduler.pt"
 _ENGINE_FOLDER = "engine"  # for state that DeepSpeed writes itself
 

@@ -116,7 +116,7 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
-        "engine/zero3/closing.py",
+        "engine/zero3/parts.py",
         "closed engines stay in memory, and the next one gathers with their coordinator",
         UNSEEN,
         relies_on=(

@@ -14,18 +14,12 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.placement import loading_weights
-from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
-from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_input_check
+from ds_trainer.engine.tensor_parallel.repairs import skip_input_check
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
-from ds_trainer.engine.training_engine import HALF_TYPES
-from ds_trainer.engine.zero3.closing import release_engine
-from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
-from ds_trainer.engine.zero3.leaf_modules import mark_leaf_modules
-from ds_trainer.engine.zero3.lean_hooks import lean_hooks
-from ds_trainer.engine.zero3.module_guard import guard_modules
-from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
+from ds_trainer.engine.weights import HALF_TYPES
+from ds_trainer.engine.zero3.parts import Zero3Parts
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.secrets import without_secrets
@@ -80,33 +74,22 @@ class EvaluationEngine:
             settings = {key: value for key, value in settings.items() if key not in (*HALF_TYPES, "torch_autocast")}
             settings[half] = {"enabled": True}
         self.deepspeed: DeepSpeedEngine
-        sharded = config.zero_stage == 3
         spare_host_time()
-        if sharded:
-            mark_leaf_modules(model)
+        self._zero3 = Zero3Parts(model) if config.zero_stage == 3 else None
         with complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         follow_modes(self.deepspeed)
-        self._library_state = Zero3Registration(without_secrets(settings)) if sharded else None
         install_mpu(self.deepspeed, mpu)
-        allow_empty_slices(self.deepspeed)
         skip_input_check(self.deepspeed)
-        self._module_guard = guard_modules(self.deepspeed)
-        self._collectives = self._hooks = None
-        if sharded:
-            restore_hooks_when_registered(self.deepspeed)
-            self._collectives = vectorize_collectives(self.deepspeed)
-            self._hooks = lean_hooks(self.deepspeed, compiled=False)
+        if self._zero3 is not None:
+            self._zero3.created(self.deepspeed, without_secrets(settings))
+            self._zero3.complete(self.deepspeed, compiled=False)
 
     def close(self) -> None:
         """Frees memory and removes hooks; the weights stay sharded, as the next engine expects them."""
-        if self._module_guard is not None:
-            self._module_guard.close()
-        if self._library_state is not None:
-            self._library_state.close()
-        for shortened in (self._collectives, self._hooks):
-            if shortened is not None:
-                shortened.close()
+        if self._zero3 is not None:
+            self._zero3.close()
         self.deepspeed.destroy()
-        release_engine(self.deepspeed.module)
+        if self._zero3 is not None:
+            self._zero3.release(self.deepspeed.module)
         reset_deepspeed_groups()

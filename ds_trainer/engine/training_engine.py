@@ -32,7 +32,6 @@ from ds_trainer.engine.gradient_partitions import own_gradient_partition
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
-from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.muon_compilation import compile_muon_when_called
 from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
@@ -46,19 +45,11 @@ from ds_trainer.engine.reduction_dtypes import (
 )
 from ds_trainer.engine.reduction_order import reduce_in_fixed_order
 from ds_trainer.engine.seen_gradients import seen_gradients
-from ds_trainer.engine.tensor_parallel.gradient_agreement import GradientAgreement
-from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
-from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices, skip_input_check
+from ds_trainer.engine.tensor_parallel.repairs import skip_input_check
 from ds_trainer.engine.tensor_parallel.slices import gradient_norm
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups, verify_engine_topology
 from ds_trainer.engine.unused_parameters import UnusedParameters
 from ds_trainer.engine.written_weights import WrittenWeights
-from ds_trainer.engine.zero3.closing import release_engine
-from ds_trainer.engine.zero3.coalesced_collectives import vectorize_collectives
-from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf_modules
-from ds_trainer.engine.zero3.lean_hooks import lean_hooks
-from ds_trainer.engine.zero3.module_guard import guard_modules
-from ds_trainer.engine.zero3.registered_hooks import restore_hooks_when_registered
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -68,10 +59,11 @@ from ds_trainer.utils.secrets import register_secrets_of, without_secrets
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+    from ds_trainer.engine.tensor_parallel.gradient_agreement import GradientAgreement
+    from ds_trainer.engine.zero3.parts import Zero3Parts
+
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
-HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtype of the weights in each 16-bit precision."""
 
 
 def loss_factor(loss: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -141,13 +133,20 @@ class TrainingEngine:
         self._clipping: float = config.gradient_clipping
         self.deepspeed: DeepSpeedEngine
         argument = "model_parameters" if isinstance(optimizer, list) else "optimizer"
+        self._zero3: Zero3Parts | None = None
         if self.stage == 3:
-            mark_leaf_modules(model)
+            from ds_trainer.engine.zero3.parts import Zero3Parts
+
+            self._zero3 = Zero3Parts(model)
         reset_autocast(model)
         compile_muon_when_called()
         spare_host_time()
         placed = loading_weights(model, self.groups, mpu)
-        partitioned = complete_partitioning(self.groups, gather_logits)
+        partitioned: AbstractContextManager[None] = nullcontext()
+        if layout.tp > 1:
+            from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
+
+            partitioned = complete_partitioning(self.groups, gather_logits)
         with (
             skip_optimizer_state_init(),
             partitioned,
@@ -162,24 +161,21 @@ class TrainingEngine:
         check_creation(self.deepspeed.optimizer, spared)
         # DeepSpeed writes this into every checkpoint; it has already read the values that it needs.
         self.deepspeed.config = without_secrets(self.deepspeed.config)
-        self._library_state = Zero3Registration(self.deepspeed.config) if self.stage == 3 else None
         install_mpu(self.deepspeed, mpu)
-        allow_empty_slices(self.deepspeed)
+        if self._zero3 is not None:
+            self._zero3.created(self.deepspeed, self.deepspeed.config)
         skip_input_check(self.deepspeed)
         batches = BatchPlan(layout, config.micro_batch_size, config.gradient_accumulation_steps)
         verify_engine_topology(self.deepspeed, self.groups, batches)
         self.reduction_order = reduce_in_fixed_order(self.deepspeed)
-        if self.stage == 3:
-            delay_leaf_reduction(model)
+        if self._zero3 is not None:
+            self._zero3.trains()
         seen = seen_gradients(self.deepspeed, self.reduction_order, layout.seq_data_parallel_size)
-        self.module_guard = guard_modules(self.deepspeed)
         by_deepspeed = config.uses_deepspeed_compiler
         self._compiled = bool(by_deepspeed) or compile_options is not None
-        self._collectives = self._hooks = None
-        if self.stage == 3:
-            restore_hooks_when_registered(self.deepspeed)
-            self._collectives = vectorize_collectives(self.deepspeed)
-            self._hooks = lean_hooks(self.deepspeed, self._compiled)
+        if self._zero3 is not None:
+            self._zero3.complete(self.deepspeed, self._compiled)
+        self.module_guard = None if self._zero3 is None else self._zero3.guard
         self.guarded = True
         enable_overflow_checks(self.deepspeed.optimizer)
         norm = reduce_norm_once(self.deepspeed.optimizer)
@@ -191,7 +187,11 @@ class TrainingEngine:
         self.during_backward: AbstractContextManager[None] = nullcontext()
         if self._compiled:
             compile_module(self.deepspeed, compile_options)  # DeepSpeed's configuration alone compiles nothing
-        self._agreement = GradientAgreement(model, self.groups) if layout.tp > 1 else None
+        self._agreement: GradientAgreement | None = None
+        if layout.tp > 1:
+            from ds_trainer.engine.tensor_parallel.gradient_agreement import GradientAgreement
+
+            self._agreement = GradientAgreement(model, self.groups)
         self.precision = config.precision.dtype
         self._averaged_over = layout.seq_data_parallel_size
         # DeepSpeed computes no gradient norm if it neither shards nor scales (float32 at stage 0).
@@ -373,17 +373,13 @@ class TrainingEngine:
         """Frees memory and removes hooks. An unsharded module stays usable."""
         module = self.deepspeed.module
         self.updates.close()
-        if self.module_guard is not None:
-            self.module_guard.close()
         if self._accumulation is not None:
             self._accumulation.close()
-        if self._library_state is not None:
-            self._library_state.close()
-        for shortened in (self._collectives, self._hooks):
-            if shortened is not None:
-                shortened.close()
+        if self._zero3 is not None:
+            self._zero3.close()
         self.deepspeed.destroy()
-        release_engine(module)
+        if self._zero3 is not None:
+            self._zero3.release(module)
         reset_deepspeed_groups()
         if self._compiled:
             remove_compilation(module)

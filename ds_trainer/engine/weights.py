@@ -18,6 +18,9 @@ from torch import nn
 from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
 from ds_trainer.engine.tensor_parallel.slices import is_sliced, sliced_layers, whole_shape
 
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype of the weights in each 16-bit precision."""
+
 
 def is_released(parameter: Any) -> bool:
     """Whether ZeRO 3 holds a part of the parameter on this rank, and its own data is empty at this moment."""
@@ -36,6 +39,11 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     if is_sliced(parameter):
         return whole_shape(parameter)
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def without_adapters(model: Any) -> Any:
+    """The model without peft's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
 
 
 @contextmanager

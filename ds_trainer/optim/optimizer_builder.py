@@ -82,3 +82,9 @@ def construct(cls: Any, parameters: Any, arguments: dict[str, Any], source: str)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{source}: {name} returns a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
     return optimizer
+
+
+def parameters_of_groups(optimizer: torch.optim.Optimizer | list[dict[str, Any]]) -> list[list[Any]]:
+    """The parameters of each parameter group."""
+    groups = optimizer if isinstance(optimizer, list) else optimizer.param_groups
+    return [list(group["params"]) for group in groups]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,44 +19,37 @@ from ds_trainer.callbacks.state import TrainerState
 from ds_trainer.engine.quantized_weights import disable_cpu_repacking
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.library_optimizer_builder import move_grokadamw_state_to_optimizer_state
-from ds_trainer.optim.optimizer_builder import parameter_groups
+from ds_trainer.optim.optimizer_builder import parameter_groups, parameters_of_groups
 from ds_trainer.optim.weight_swapping import check_weight_swapping
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.training.engines import Engines
-from ds_trainer.training.evaluation.evaluator import Evaluator
 from ds_trainer.training.hub.publisher import HubPublisher
 from ds_trainer.training.loading.model_argument import resolve_model
 from ds_trainer.training.loading.weight_check import note_origin
 from ds_trainer.training.loop.batches import batch_check
-from ds_trainer.training.loop.loss_computation import LossComputation
-from ds_trainer.training.loop.packing import Packing
+from ds_trainer.training.loop.loss_computation import USE_THE_COUNT, LossComputation
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.loop.source_losses import SourceLosses
-from ds_trainer.training.loop.step import USE_THE_COUNT, MicroBatchRunner, StepMethods
-from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.model.preparation import adapt_model, chunked_loss_of, compiles
-from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
 from ds_trainer.training.overrides.optimization import check_optimizer, use_optimizers
-from ds_trainer.training.planning.automatic_parallelism import planned_arguments
-from ds_trainer.training.planning.run_estimator import RunEstimator
 from ds_trainer.training.protocol import TrainerProtocol
-from ds_trainer.training.resume.checkpointer import Checkpointer
-from ds_trainer.training.resume.compatibility import compatibility_of
-from ds_trainer.training.resume.output_directory import OutputDirectory
-from ds_trainer.training.resume.running_model import parameters_of_groups
-from ds_trainer.training.run_setup import RunSetup
 from ds_trainer.training.search.trial_runner import TrialRunner
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.startup.configuration import TrainerInputs, compile_run, configure
 from ds_trainer.training.startup.process_setup import configure_process
-from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.telemetry import Telemetry
 from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.files import write_result
 from ds_trainer.utils.seeds import set_seed
 
-_LIBRARIES = {"torch", "transformers", "peft", "deepspeed", "ds_trainer"}
+if TYPE_CHECKING:
+    from ds_trainer.training.evaluation.evaluator import Evaluator
+    from ds_trainer.training.loop.packing import Packing
+    from ds_trainer.training.loop.step import MicroBatchRunner, StepMethods
+    from ds_trainer.training.planning.run_estimator import RunEstimator
+    from ds_trainer.training.resume.checkpointer import Checkpointer
+    from ds_trainer.training.run_setup import RunSetup
 
 
 class Assembly:
@@ -72,8 +66,7 @@ class Assembly:
 
     Attributes:
         trainer, overridden: see above.
-        events, engines, losses, telemetry, publisher, trials, estimator, packing, evaluator, setup: the components
-            (docs/architecture.md).
+        events, engines, losses, telemetry, publisher, trials, estimator: the components (docs/architecture.md).
         memory_tracker: measures memory; does nothing without ``skip_memory_metrics=False``.
         micro_batches: runs forward and backward passes; exists as long as the engine of a training.
         checkpointer: saves and restores the current or last training.
@@ -103,16 +96,14 @@ class Assembly:
         self._configured_with: dict[str, Any] = {}
         self.events = TrainingEvents(args, TrainerState(), CallbackHandler([], None, processing_class, None, None))
         self.telemetry = Telemetry(self.events)
-        self.estimator = RunEstimator()
         # Lambdas, because a method may be replaced on the Trainer later.
         self.publisher = HubPublisher(
             self.events,
-            self._save_as_part,
+            self.save_as_part,
             lambda **given: trainer.init_hf_repo(**given),
             lambda **given: trainer.create_model_card(**given),
         )
         self.trials = TrialRunner(self.events, self.use_arguments, self.refresh, self.release)
-        self.packing, self.evaluator = Packing(self), Evaluator(self)
         self.start_process()
 
     def start_process(self) -> None:
@@ -120,23 +111,47 @@ class Assembly:
         self.device = self.args.device  # cached, because it searches for GPUs
         self.memory_tracker = MemoryTracker(self.device, enabled=not self.args.skip_memory_metrics)
         self.engines = Engines(self.device, lambda: self.args)
-        self.setup = RunSetup(self)
         self.use_model(nn.Module())
+
+    # -- components that are made, and whose modules are loaded, when something is trained, evaluated or packed --------
+
+    @cached_property
+    def setup(self) -> RunSetup:
+        """Sets up trainings."""
+        from ds_trainer.training.run_setup import RunSetup
+
+        return RunSetup(self)
+
+    @cached_property
+    def estimator(self) -> RunEstimator:
+        """Predicts trainings."""
+        from ds_trainer.training.planning.run_estimator import RunEstimator
+
+        return RunEstimator()
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Computes the batches of evaluations."""
+        from ds_trainer.training.evaluation.evaluator import Evaluator
+
+        return Evaluator(self)
+
+    @cached_property
+    def packing(self) -> Packing:
+        """Packs the samples of the datasets."""
+        from ds_trainer.training.loop.packing import Packing
+
+        return Packing(self)
 
     def copy_for(self, trainer: TrainerProtocol) -> Assembly:
         """The machinery of a shallow copy of the Trainer: the same objects, with the methods of the copy."""
         other = copy.copy(self)
         other.trainer = trainer
-        other.packing, other.evaluator, other.setup = Packing(other), Evaluator(other), RunSetup(other)
+        for component in ("setup", "evaluator", "packing"):
+            vars(other).pop(component, None)
         return other
 
-    def make_checkpointer(self, run: TrainingRun, directory: OutputDirectory, stop: StopController) -> Checkpointer:
-        """Create the checkpointer of a new training."""
-        own = bool({"save_model", "_save"} & self.overridden)
-        self.checkpointer = Checkpointer(run, directory, stop, self.publisher, self._save_as_part, own)
-        return self.checkpointer
-
-    def _save_as_part(self, directory: str | None = None) -> None:
+    def save_as_part(self, directory: str | None = None) -> None:
         """``save_model`` as part of a checkpoint or a push."""
         save = self.trainer.save_model
         save(directory, **dict.fromkeys(accepted_arguments(save, {"_internal_call"}), True))
@@ -208,18 +223,6 @@ class Assembly:
         user = self.trainer.compute_loss_func is not None or bool({"compute_loss", "training_step"} & self.overridden)
         return user or self.trainer.label_smoother is not None
 
-    @property
-    def runs_user_code(self) -> bool:
-        """Whether code of a script may write weights while it trains: a callback, a method, a class of the model."""
-        classes = {type(module).__module__.partition(".")[0] for module in self.trainer.model.modules()}
-        return self.events.user_callbacks or bool(self.overridden) or not classes <= _LIBRARIES
-
-    @property
-    def overrides_prediction_step(self) -> bool:
-        """Whether user code has replaced ``prediction_step``, and reads what the Trainer's own one returns."""
-        own = type(self.trainer).prediction_step.__module__.startswith("ds_trainer.")
-        return not own or "prediction_step" in vars(self.trainer)
-
     # -- configuration ------------------------------------------------------------------------------------------------
 
     def configure(self) -> None:
@@ -230,6 +233,8 @@ class Assembly:
         """
         trainer = self.trainer
         if self.args.parallelism is not None:
+            from ds_trainer.training.planning.automatic_parallelism import planned_arguments
+
             self.events.args = planned_arguments(self.inputs(), type(trainer), self.estimator)
         derived = configure(self.inputs())
         self.layout, self.compiled, self.unsharded = derived.layout, derived.config, derived.unsharded
@@ -264,6 +269,8 @@ class Assembly:
 
     def step_methods(self) -> StepMethods:
         """The methods of a step, including those that a subclass overrides or that were replaced on the Trainer."""
+        from ds_trainer.training.loop.step import StepMethods
+
         return StepMethods.of(self.trainer, self.changed_methods(), self.engines.copies.begin)
 
     def inputs(self) -> TrainerInputs:
@@ -298,6 +305,8 @@ class Assembly:
 
     def fingerprint(self, plan: RunPlan) -> dict[str, Any]:
         """The compatibility fingerprint, which is compared when a run resumes."""
+        from ds_trainer.training.resume.compatibility import compatibility_of
+
         optimizer, schedule = self.user_optimizers
         own_schedule = schedule is not None or "create_scheduler" in self.overridden
         by_class = None if self.optimizer_class is None else self.optimizer_class[0]
@@ -316,7 +325,8 @@ class Assembly:
 
     def use_model(self, model: nn.Module) -> None:
         """Use ``model``, which has no engine yet."""
-        self.estimator.release()
+        if "estimator" in vars(self):
+            self.estimator.release()
         self.trainer.model = self.trainer.model_wrapped = model
 
     def use_new_model(self) -> None:
@@ -340,7 +350,6 @@ class Assembly:
         """Drop all references to engine, model and process groups. Call :meth:`use_new_model` next."""
         self.engines.close()
         self.telemetry.release()
-        self.estimator.release()
         handler = self.events.handler
         handler.model = handler.optimizer = handler.lr_scheduler = None
         handler.train_dataloader = handler.eval_dataloader = None
@@ -360,11 +369,16 @@ class Assembly:
 
     def build_engine(self, num_training_steps: int) -> None:
         """Build optimizer, schedule and engine, in this order: the engine wraps the results of overridable methods."""
+        from ds_trainer.training.loop.step import MicroBatchRunner
+
         trainer = self.trainer
         model = trainer.model
         note_origin(model)
         adapt_model(model, self.args, self.compiled, trainer.processing_class)
-        use_sharded_attention(model, self.layout)
+        if self.layout.cp * self.layout.sp > 1:
+            from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
+
+            use_sharded_attention(model, self.layout)
         trainer.create_optimizer_and_scheduler(num_training_steps)
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, model, self.compiled, type(trainer).__name__)
         check_weight_swapping(trainer.optimizer, self.compiled.zero_stage, self.compiled.precision.dtype)
@@ -384,17 +398,3 @@ class Assembly:
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         if trainer.is_world_process_zero():
             write_result(self.output_dir / "ds_config.json", self.compiled.to_json() + "\n")
-
-    def model_for_evaluation(self, half: str | None) -> nn.Module:
-        """The module to call in an evaluation, with weights in the format ``half``. Collective."""
-        if (engine := self.engines.training_or_none) is not None:
-            engine.follow_written_weights()
-        return self.engines.model_for_evaluation(
-            self.trainer.model,
-            self.args,
-            self.compiled,
-            self.layout,
-            half,
-            self.reads_logits,
-            self.losses.sharder is not None,
-        )

@@ -252,7 +252,7 @@ class _Rehearsal:
         _drop_weights(trainer.model)
         runs: list[TrainingRun] = []
         assembly = trainer._ds_trainer
-        make = assembly.make_checkpointer
+        make = assembly.setup.make_checkpointer
 
         def make_checkpointer(run: TrainingRun, *rest: Any) -> Checkpointer:
             runs.append(run)
@@ -268,7 +268,7 @@ class _Rehearsal:
                 self.not_rehearsed.append("the comparison of packed samples with the samples alone")
             raise _StartedUp
 
-        _replace(assembly, "make_checkpointer", make_checkpointer)
+        _replace(assembly.setup, "make_checkpointer", make_checkpointer)
         _replace(assembly.setup, "check_first_batch", check_first)
         _keep_only_the_flow(trainer)
         with engines_on_meta() as self.operators, contextlib.redirect_stdout(io.StringIO()):

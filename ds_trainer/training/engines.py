@@ -5,25 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.loading.load_report import LoadReport
-from ds_trainer.engine.training_engine import HALF_TYPES, TrainingEngine
+from ds_trainer.engine.weights import HALF_TYPES
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.generation.generate_method import generate_as_before, generate_in_context
-from ds_trainer.training.generation.generation_phase import GenerationPhase
 from ds_trainer.training.loading.model_argument import MeasuredLoad, is_on_meta, put_on_device
 from ds_trainer.training.loading.weight_check import WeightCheck, note_origin
 from ds_trainer.training.loop.device_copies import DeviceCopies
 from ds_trainer.training.model.compilation import compile_options
-from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.evaluation_engine import EvaluationEngine
+    from ds_trainer.engine.training_engine import TrainingEngine
+    from ds_trainer.training.generation.generation_phase import GenerationPhase
 
 NO_ENGINE = "There is no engine yet: train() builds it."
 
@@ -90,6 +92,8 @@ class Engines:
             layout: the layout of the job.
             reads_logits: whether code other than the loss of the model may read the logits of a training step.
         """
+        from ds_trainer.engine.training_engine import TrainingEngine
+
         with self._measured_load(model):
             self._training = TrainingEngine(model, optimizer, config, layout, compile_options(args), reads_logits)
         self.copies.float_type = HALF_TYPES.get(self._training.precision)
@@ -124,11 +128,15 @@ class Engines:
             module: nn.Module = self._training.deepspeed
             return module
         if sharded:
+            from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
+
             use_sharded_attention(model, layout)
         note_origin(model)
         start = time.perf_counter()
         if config.zero_stage == 3 or layout.tp > 1:
             if self._evaluation is None:
+                from ds_trainer.engine.evaluation_engine import EvaluationEngine
+
                 with self._measured_load(model):
                     self._evaluation = EvaluationEngine(model, config, layout, half, reads_logits)
                 self.copies.float_type = HALF_TYPES.get(self._evaluation.precision)
@@ -162,6 +170,8 @@ class Engines:
         self.preparation_seconds = None
 
     def _prepare_generation(self, engine: TrainingEngine | EvaluationEngine) -> None:
+        from ds_trainer.training.generation.generation_phase import GenerationPhase
+
         self.generation = GenerationPhase(engine, self._args)
         generate_in_context(engine.deepspeed.module, self.generation.call)
 

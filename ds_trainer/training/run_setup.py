@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.redefined import packs
 from ds_trainer.checkpoint.background.background_save import finish_before_sigterm
-from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 from ds_trainer.data.columns import base_model
+from ds_trainer.engine.weights import full_numel
 from ds_trainer.engine.written_weights import follow_script
+from ds_trainer.monitor.doctor.gradients import self_test_once
+from ds_trainer.monitor.doctor.startup_checks import check_machine, check_ranks
 from ds_trainer.monitor.memory_tracker import Stage
 from ds_trainer.monitor.step_profiler import StepProfiler
 from ds_trainer.monitor.throughput import ThroughputMeter
@@ -39,9 +41,11 @@ from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import Resumption
 from ds_trainer.training.resume.running_model import running_model
-from ds_trainer.training.startup.batch_size_search import rehearse_first_step
+from ds_trainer.training.startup.batch_size_search import find_batch_size, rehearse_first_step
+from ds_trainer.training.startup.compilers import check_compilers
 from ds_trainer.training.startup.constructor_checks import replica_problems
 from ds_trainer.training.startup.process_setup import join_ranks
+from ds_trainer.training.startup.run_header import print_header
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.train_loop import TrainLoop
 from ds_trainer.utils import distributed
@@ -51,7 +55,11 @@ from ds_trainer.utils.host_votes import host_votes
 from ds_trainer.utils.problems import Problems
 
 if TYPE_CHECKING:
+    from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
     from ds_trainer.training.assembly import Assembly
+
+_LIBRARIES = {"torch", "transformers", "peft", "deepspeed", "ds_trainer"}
+_BYTES_OF_CHECKPOINT = 12  # for each trained number: a float32 master and Adam's two; the weights come on top
 
 
 class RunSetup:
@@ -93,6 +101,10 @@ class RunSetup:
         if assembly.engines.current is None:
             assembly.estimator.release()  # parameters may have been frozen since the last time
         return assembly.estimator.predict(assembly.inputs(), assembly.compiled, assembly.layout)
+
+    def output_directory(self, resume: str | bool | None) -> OutputDirectory:
+        """The output directory; see :class:`OutputDirectory`."""
+        return OutputDirectory(self._assembly.args, resume)
 
     @contextmanager
     def entered(self, directory: OutputDirectory) -> Iterator[tuple[StopController, ExitStack]]:
@@ -146,6 +158,29 @@ class RunSetup:
 
         return explained_out_of_memory(when, remedies, assembly.args.deepspeed)
 
+    def check_start(self) -> None:
+        """Refuse a start that cannot go well, and warn of what may not: ranks, machines, the gradient. Collective.
+
+        Raises:
+            ConfigError: ranks differ in versions, code or arguments, a compiler that the arguments need does not
+                work, or the engine computes wrong gradients here.
+        """
+        assembly, args = self._assembly, self._assembly.args
+        config, layout = assembly.compiled, assembly.layout
+        if args.local_process_index == 0:
+            check_machine(args, self._bytes_of_checkpoint())
+        check_ranks(args, config.to_dict())
+        check_compilers(args, assembly.trainer.model, config, layout)
+        self_test_once(args, config, layout)
+
+    def _bytes_of_checkpoint(self) -> int:
+        args, model = self._assembly.args, self._assembly.trainer.model
+        if args.save_strategy == SaveStrategy.NO:
+            return 0
+        weights = sum(full_numel(p) * p.element_size() for p in model.parameters())
+        trained = sum(full_numel(p) for p in model.parameters() if p.requires_grad)
+        return weights + (0 if args.save_only_model else _BYTES_OF_CHECKPOINT * trained)
+
     def describe_running_model(self) -> RunningModel:
         """Parameter groups by name, for checkpoints whose optimizer states have numbers.
 
@@ -162,6 +197,12 @@ class RunSetup:
         cls = None if assembly.optimizer_class is None else assembly.optimizer_class[0]
         groups, given = assembly.parameter_groups(), assembly.user_optimizers
         return running_model(assembly.trainer.model, assembly.args, assembly.compiled, groups, given, cls)
+
+    def find_batch_size(self) -> None:
+        """Find the largest micro-batch that fits (``auto_find_batch_size``). Collective."""
+        assembly, trainer = self._assembly, self._assembly.trainer
+        size = trainer.get_total_train_batch_size()
+        find_batch_size(assembly.args, size, trainer.optimizer, self.rehearse, assembly.resize_micro_batch)
 
     def rehearse(self) -> str | None:
         """Rehearse the first step. Returns the out-of-memory message of this rank, or None. Closes the engine."""
@@ -231,6 +272,22 @@ class RunSetup:
             losses=assembly.losses,
         )
 
+    def make_checkpointer(self, run: TrainingRun, directory: OutputDirectory, stop: StopController) -> Checkpointer:
+        """Create the checkpointer of a new training."""
+        assembly = self._assembly
+        own = bool({"save_model", "_save"} & assembly.overridden)
+        made = Checkpointer(run, directory, stop, assembly.publisher, assembly.save_as_part, own)
+        assembly.checkpointer = made
+        return made
+
+    def print_header(self, run: TrainingRun, checkpoint: Path | None) -> None:
+        """Print the header, with what the planner predicts, and begin the record of the run."""
+        assembly, trainer, estimator = self._assembly, self._assembly.trainer, self._assembly.estimator
+        self.estimate()
+        data = trainer.train_dataset, trainer.eval_dataset
+        about = estimator.text(), estimator.prediction()
+        print_header(run, assembly.engines, assembly.telemetry, *data, checkpoint, *about)
+
     def train_loop(
         self, run: TrainingRun, checkpointer: Checkpointer, stop: StopController, ignore_keys: list[str] | None
     ) -> TrainLoop:
@@ -249,7 +306,7 @@ class RunSetup:
             trainer.floating_point_ops if of_user else None,
             assembly.packing.packed_format() if packs(args) else None,
         )
-        assembly.events.handler.around = follow_script(engine) if assembly.runs_user_code else nullcontext
+        assembly.events.handler.around = follow_script(engine) if self._runs_user_code() else nullcontext
         cut_for_ranks(run.loader, losses, counter, assembly.changed_methods(), args.auto_find_batch_size)
         health = assembly.telemetry.watch(assembly.output_dir, checkpointer.finish_before_exit)
         group = assembly.groups.seq_data_parallel if distributed.world_size() > 1 else None
@@ -293,6 +350,12 @@ class RunSetup:
             own_flos=trainer.store_flos if "store_flos" in assembly.overridden else None,
             profiler=profiler,
         )
+
+    def _runs_user_code(self) -> bool:
+        """Whether code of a script may write weights while it trains: a callback, a method, a class of the model."""
+        assembly = self._assembly
+        classes = {type(module).__module__.partition(".")[0] for module in assembly.trainer.model.modules()}
+        return assembly.events.user_callbacks or bool(assembly.overridden) or not classes <= _LIBRARIES
 
     # -- the first batch ----------------------------------------------------------------------------------------------
 

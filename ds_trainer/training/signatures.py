@@ -28,6 +28,11 @@ def accepted_arguments(function: Callable[..., Any], optional: set[str]) -> set[
     return optional & set(parameters)
 
 
+def takes_shifted_labels(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` has an argument named ``shift_labels``; ``**kwargs`` alone does not count."""
+    return "shift_labels" in inspect.signature(function).parameters
+
+
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters of ``function`` by name; asked once for each function, since some are asked for every batch."""
     key = getattr(function, "__func__", function)

@@ -11,7 +11,10 @@ from torch import nn
 
 from ds_trainer.arguments.compat.library_arguments import own_arguments
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.protocol.checkpoint_directory import find_checkpoint
+from ds_trainer.callbacks.defaults import DefaultFlowCallback, PrinterCallback, ProgressCallback
+from ds_trainer.callbacks.integrations import reporting_callbacks
+from ds_trainer.callbacks.metrics_recorder import MetricsFileCallback
+from ds_trainer.callbacks.state import TrainerState
 from ds_trainer.data.collators import collator_for
 from ds_trainer.training.assembly import Assembly
 from ds_trainer.training.evaluation.labels import returns_loss_by_default
@@ -23,25 +26,23 @@ from ds_trainer.training.overrides.private_methods import note_ignored_overrides
 from ds_trainer.training.overrides.saving import Saving
 from ds_trainer.training.overrides.search_methods import SearchMethods
 from ds_trainer.training.protocol import check_names
-from ds_trainer.training.resume.output_directory import OutputDirectory, create_output_directory
 from ds_trainer.training.signatures import is_overridden
-from ds_trainer.training.startup.batch_size_search import find_batch_size
 from ds_trainer.training.startup.constructor_checks import (
     check_construction,
+    create_output_directory,
     default_arguments,
     renamed_processing_class,
 )
-from ds_trainer.training.startup.preflight import check_start
 from ds_trainer.training.startup.process_setup import configure_process, create_accelerator_state
-from ds_trainer.training.startup.run_header import print_header
-from ds_trainer.training.startup.run_state import add_callbacks, new_state
-from ds_trainer.training.train_loop import TrainOutput
 from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.replaced_transformers import is_replaced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from ds_trainer.training.loop.run_plan import RunPlan
+    from ds_trainer.training.train_loop import TrainOutput
 
 logger = get_logger(__name__)
 
@@ -153,8 +154,8 @@ class Trainer(SearchMethods, EvaluationMethods, Optimization, Saving):
             self.can_return_loss = returns_loss_by_default(self.model)
             if is_replaced():
                 create_accelerator_state(args, self.accelerator.mixed_precision)
-            add_callbacks(assembly, callbacks or ())
-            assembly.events.state = new_state(assembly)
+            _add_callbacks(assembly, callbacks or ())
+            assembly.events.state = _new_state(assembly)
             if args.push_to_hub:
                 assembly.publisher.open()
             if args.should_save:
@@ -195,53 +196,72 @@ class Trainer(SearchMethods, EvaluationMethods, Optimization, Saving):
         assembly = self._ds_trainer
         check_names(self)
         assembly.trials.select(trial, self.model_init)
-        setup, engines, estimator = assembly.setup, assembly.engines, assembly.estimator
+        setup = assembly.setup
         setup.check()
         if self.is_world_process_zero():
             note_ignored_overrides(type(self))
-        requested = find_checkpoint(resume_from_checkpoint, assembly.output_dir) if resume_from_checkpoint else None
-        directory = OutputDirectory(self.args)
+        directory = setup.output_directory(resume_from_checkpoint)
 
         with setup.entered(directory) as (stop, parts):
-            check_start(self.args, self.model, assembly.compiled, assembly.layout)
+            setup.check_start()
             assembly.events.agree_on_user_callbacks()
             directory.acquire()
-            checkpoint = None
-            automatic = directory.resumes_automatically and trial is None
-            if resume_from_checkpoint or (automatic and directory.has_checkpoints()):
-                checkpoint, _ = directory.choose(directory.imported(requested, setup.describe_running_model))
-            elif trial is None:
-                directory.check_new_run()
+            checkpoint = directory.resolve(setup.describe_running_model, is_trial=trial is not None)
             assembly.start_fresh()
             if self.args.auto_find_batch_size:
-                find_batch_size(
-                    self.args,
-                    self.get_total_train_batch_size(),
-                    self.optimizer,
-                    setup.rehearse,
-                    assembly.resize_micro_batch,
-                )
+                setup.find_batch_size()
 
             loader = self.get_train_dataloader()
             plan, resumption, changes = setup.plan(loader, checkpoint)
             assembly.build_engine(plan.max_steps)
-            assembly.events.state = new_state(assembly, plan)
+            assembly.events.state = _new_state(assembly, plan)
             run = setup.training_run(plan, loader)
-            checkpointer = assembly.make_checkpointer(run, directory, stop)
+            checkpointer = setup.make_checkpointer(run, directory, stop)
             parts.callback(checkpointer.close)
             stop.before_exit = checkpointer.finish_before_exit
-            checkpointer.start(resumption, changes, engines.weight_check)
+            checkpointer.start(resumption, changes, assembly.engines.weight_check)
             self._load_optimizer_and_scheduler(None if checkpoint is None else str(checkpoint))
             directory.drop_imported()
-            setup.estimate()
-            about = self.train_dataset, self.eval_dataset, checkpoint, estimator.text(), estimator.prediction()
-            print_header(run, engines, assembly.telemetry, *about)
+            setup.print_header(run, checkpoint)
             with prepared_for_training(self.model, self.args, assembly.layout):
                 output = setup.train_loop(run, checkpointer, stop, ignore_keys_for_eval).run()
-            estimator.print_comparison(self.is_world_process_zero())
+            assembly.estimator.print_comparison(self.is_world_process_zero())
         try:
             self.save_state()
         except OSError as error:  # the result of the training is not lost because a disk is full
             logger.error("trainer_state.json was not written to %s: %s.", assembly.output_dir, error)
         assembly.publisher.finish()
         return output
+
+
+def _new_state(assembly: Assembly, plan: RunPlan | None = None) -> TrainerState:
+    """The state of a new run."""
+    trainer, args = assembly.trainer, assembly.args
+    state = TrainerState(
+        is_local_process_zero=trainer.is_local_process_zero(), is_world_process_zero=trainer.is_world_process_zero()
+    )
+    if (trial := assembly.trials.trial) is not None:
+        state.is_hyper_param_search = True
+        state.trial_name, state.trial_params = trial.name, dict(trial.params)
+    if plan is not None:
+        state.max_steps, state.num_train_epochs = plan.max_steps, plan.epochs
+        state.train_batch_size = args.per_device_train_batch_size
+        state.compute_steps(args, plan.max_steps)
+    return state
+
+
+def _add_callbacks(assembly: Assembly, user_callbacks: Sequence[Any]) -> None:
+    """Add the default callbacks, those of ``report_to``, and the user's, in the order of transformers."""
+    trainer, args, handler = assembly.trainer, assembly.args, assembly.events.handler
+    trackers = reporting_callbacks(
+        args.report_to,
+        lambda: assembly.compiled.to_dict(),
+        main_process=trainer.is_world_process_zero(),
+        first_of_machine=trainer.is_local_process_zero(),
+    )
+    handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+    handler.own = [MetricsFileCallback()]
+    progress = PrinterCallback if args.disable_tqdm else ProgressCallback
+    for callback in (DefaultFlowCallback, *trackers, *user_callbacks, progress):
+        handler.add_callback(callback)
+    assembly.events.user_callbacks = bool(user_callbacks)

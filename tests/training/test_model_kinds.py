@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.training.model.loss_head_check import loss_head_problems
+from ds_trainer.training.model.preparation import loss_head_problems
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import relative
 from tests.support.models import PlainLanguageModel, RaggedTokens, Regression, regression_rows, tiny_llama

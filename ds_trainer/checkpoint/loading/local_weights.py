@@ -17,7 +17,7 @@ from torch import nn
 from ds_trainer.checkpoint.loading.element_tracer import Indices
 from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.state.flat_partitions import FlatPartition, flat_partitions, parameter_slice, zero_shard_slice
-from ds_trainer.engine.weights import full_shape
+from ds_trainer.engine.weights import full_shape, without_adapters
 from ds_trainer.parallel.shard_slices import ShardSlice
 
 if TYPE_CHECKING:
@@ -80,15 +80,10 @@ class LocalShard:
         return flat[at + self.first if self.first else at].contiguous().view(torch.uint8)
 
 
-def base_model(model: Any) -> Any:
-    """Returns the loaded model without peft's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
-
-
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """Returns all parameters and persistent buffers, each once."""
     added = _added_by_adapters(model)
-    prefix = _prefix_of(model, base_model(model))
+    prefix = _prefix_of(model, without_adapters(model))
     found: dict[int, ModelTensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         entry = found.setdefault(id(parameter), ModelTensor([], parameter, full_shape(parameter)))

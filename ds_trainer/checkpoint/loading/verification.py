@@ -26,7 +26,6 @@ from ds_trainer.checkpoint.loading.expected_weights import ExpectedWeights, may_
 from ds_trainer.checkpoint.loading.local_weights import (
     LocalShard,
     ModelTensor,
-    base_model,
     ends_of_tensor,
     local_masters,
     local_weights,
@@ -39,6 +38,7 @@ from ds_trainer.checkpoint.loading.local_weights import (
 from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
 from ds_trainer.engine.quantized_weights import quantized_bits, scale_names
 from ds_trainer.engine.state.flat_partitions import UnknownState
+from ds_trainer.engine.weights import without_adapters
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import listed
 
@@ -173,7 +173,7 @@ def verify_weights(
     start = time.perf_counter()
     tensors = [entry for entry in model_tensors(model) if not entry.is_new]
     files = SampledFiles(directory)
-    base = base_model(model)
+    base = without_adapters(model)
     shapes = {name: entry.shape for entry in tensors for name in entry.names}
     expected = ExpectedWeights(base, shapes, files, key_mapping)
     votes = [_verdict_of_files(entry, expected) for entry in tensors]

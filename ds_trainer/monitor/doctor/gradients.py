@@ -26,7 +26,7 @@ from ds_trainer.engine.self_test import (
     GradientReport,
     check_gradient,
 )
-from ds_trainer.engine.training_engine import HALF_TYPES
+from ds_trainer.engine.weights import HALF_TYPES
 from ds_trainer.engine.zero3.coalesced_collectives import same_as_deepspeed
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.library_changes import warn_of_changes

@@ -105,7 +105,7 @@ class EvalLoop:
         model.eval()
         use_evaluation_weights(trainer.optimizer)
         assembly = self.assembly
-        check = checked_raw_batch if assembly.overrides_prediction_step else assembly.losses.check
+        check = checked_raw_batch if assembly.evaluator.is_overridden else assembly.losses.check
         batches = aligned_batches(self.loader, assembly.layout, check)
         seen = assembly.losses.first_samples if trainer.is_in_train else None
         for index, (inputs, last) in enumerate(mark_last(batches), start=1):
@@ -187,7 +187,7 @@ class EvalLoop:
 
     def _weighting(self, model: nn.Module, inputs: Any) -> Weighting:
         """How the losses of batches make the loss of the dataset; measured once. Collective."""
-        trainer, losses, own = self.trainer, self.assembly.losses, self.assembly.overrides_prediction_step
+        trainer, losses, own = self.trainer, self.assembly.losses, self.assembly.evaluator.is_overridden
         rule = losses.rule
         known, alike = rule.weighting, rule.weighting.for_evaluation and not own
         if rule.evaluation is not None:

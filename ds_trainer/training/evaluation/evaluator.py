@@ -59,6 +59,27 @@ class Evaluator:
     def _losses(self) -> LossComputation:
         return self._assembly.losses
 
+    def model(self, half: str | None) -> nn.Module:
+        """The module to call in an evaluation, with weights in the format ``half``. Collective."""
+        assembly = self._assembly
+        if (engine := assembly.engines.training_or_none) is not None:
+            engine.follow_written_weights()
+        return assembly.engines.model_for_evaluation(
+            self._trainer.model,
+            assembly.args,
+            assembly.compiled,
+            assembly.layout,
+            half=half,
+            reads_logits=assembly.reads_logits,
+            sharded=self._losses.sharder is not None,
+        )
+
+    @property
+    def is_overridden(self) -> bool:
+        """Whether user code has replaced ``prediction_step``, and reads what the Trainer's own one returns."""
+        own = type(self._trainer).prediction_step.__module__.startswith("ds_trainer.")
+        return not own or "prediction_step" in vars(self._trainer)
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[torch.Tensor | None, Any, Any]:
@@ -116,7 +137,7 @@ class Evaluator:
         ``loader`` gives each rank its shard if only the loss is needed. Neither if user code reads batches or outputs.
         """
         function, args = self._trainer.preprocess_logits_for_metrics, self._assembly.args
-        if self._assembly.overrides_prediction_step:
+        if self.is_overridden:
             yield
         elif loss_only:
             with cut_while_evaluating(loader, self._losses, self.has_loss):

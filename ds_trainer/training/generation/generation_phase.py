@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ds_trainer.arguments.enums import GenerationGather
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.engine.evaluation_engine import EvaluationEngine
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.whole_weights import (
     are_whole,
     forget_order_of_modules,
@@ -26,6 +24,10 @@ from ds_trainer.engine.whole_weights import (
 )
 from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.training.generation.replica_draws import same_draws
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.evaluation_engine import EvaluationEngine
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 
 class GenerationPhase:

@@ -10,29 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_trainer.arguments.enums import VerifyWeights
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.loading.engine_weights import holds_shards
-from ds_trainer.checkpoint.loading.file_weights import FileWeights
-from ds_trainer.checkpoint.loading.local_weights import base_model
-from ds_trainer.checkpoint.loading.sampled_files import FILES, weight_files
-from ds_trainer.checkpoint.loading.verification import Verification, verify_weights
-from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.loading.weight_source import WeightSource, attached_weight_source
-from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.engine.weights import without_adapters
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import user_path
 from ds_trainer.utils.logging import get_logger
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from ds_trainer.checkpoint.loading.file_weights import FileWeights
+    from ds_trainer.checkpoint.loading.verification import Verification
+    from ds_trainer.engine.evaluation_engine import EvaluationEngine
+    from ds_trainer.engine.training_engine import TrainingEngine
 
-Engine = TrainingEngine | EvaluationEngine
+    Engine = TrainingEngine | EvaluationEngine
+
+logger = get_logger(__name__)
 
 _ATTRIBUTE = "_ds_trainer_weight_origin"
 
@@ -62,7 +62,7 @@ def note_origin(model: nn.Module) -> WeightOrigin | None:
     Call it before an engine takes the model; later calls return the same.
     """
     if not hasattr(model, _ATTRIBUTE):
-        object.__setattr__(model, _ATTRIBUTE, _of_source(model) or _of_transformers(base_model(model)))
+        object.__setattr__(model, _ATTRIBUTE, _of_source(model) or _of_transformers(without_adapters(model)))
     origin: WeightOrigin | None = getattr(model, _ATTRIBUTE)
     return origin
 
@@ -76,7 +76,7 @@ def _of_source(model: nn.Module) -> WeightOrigin | None:
     """The origin if the engine reads the weights itself."""
     source = attached_weight_source(model)
     for files, before in _files_in(source) if source is not None else ():
-        names = [name for name, _ in base_model(model).named_parameters(remove_duplicate=False)]
+        names = [name for name, _ in without_adapters(model).named_parameters(remove_duplicate=False)]
         new = tuple(name for name in names if any(other.has(name) for other in before))
         return WeightOrigin(str(files.directory), files.directory, True, new, files.key_mapping)
     return None
@@ -84,6 +84,8 @@ def _of_source(model: nn.Module) -> WeightOrigin | None:
 
 def _files_in(source: WeightSource) -> Iterator[tuple[FileWeights, list[WeightSource]]]:
     """The files that ``source`` reads, with the sources that take precedence over them."""
+    from ds_trainer.checkpoint.loading.file_weights import FileWeights
+
     if isinstance(source, FileWeights):
         yield source, []
     parts: Sequence[WeightSource] = getattr(source, "sources", ())
@@ -102,6 +104,8 @@ def _of_transformers(model: Any) -> WeightOrigin | None:
 
 def _directory_of(name: str, revision: str | None) -> Path | None:
     """The directory on this machine with the weight files of a directory or hub name, without network access."""
+    from ds_trainer.checkpoint.loading.sampled_files import FILES, weight_files
+
     directory = user_path(name, f"The model {name!s}")
     if directory.is_dir():
         return directory if weight_files(directory) else None
@@ -147,12 +151,22 @@ class WeightCheck:
 
     def restarted(self, model: nn.Module, directory: Path, args: TrainingArguments, engine: TrainingEngine) -> None:
         """The same after the weights were loaded from ``directory`` (``start_from_weights``)."""
+        from ds_trainer.checkpoint.loading.engine_weights import holds_shards
+
         self.result = self.summary = None
         # The shards of a checkpoint have checksums, which were verified when they were read.
         if args.verify_weights != VerifyWeights.NEVER and not holds_shards(directory):
             self._compare(model, WeightOrigin(str(directory), directory, untouched=True), args, engine)
 
-    def _compare(self, model: nn.Module, origin: WeightOrigin, args: TrainingArguments, engine: Engine | None) -> None:
+    def _compare(
+        self,
+        model: nn.Module,
+        origin: WeightOrigin,
+        args: TrainingArguments,
+        engine: Engine | None,
+    ) -> None:
+        from ds_trainer.checkpoint.loading.verification import verify_weights
+
         always = args.verify_weights == VerifyWeights.ALWAYS
         if any(distributed.agree(torch.tensor([int(origin.directory is None)]))):
             self.summary = f"not compared with {origin.name}: its files are not on every machine"

@@ -16,20 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.arguments.enums import DivergencePolicy
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.sharded_batch import plain_batches
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.divergence import SkippedSteps, SpikeDetector, TrainingDiverged
 from ds_trainer.monitor.health.replay import save_batches
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import listed
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 logger = get_logger(__name__)
 

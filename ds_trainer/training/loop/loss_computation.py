@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,28 +18,29 @@ from torch import nn
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sequence_sharding import SequenceSharder
 from ds_trainer.data.sharded_batch import ShardedBatch
-from ds_trainer.parallel.attention import use_sharding
-from ds_trainer.parallel.document_attention import use_documents
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss, with_unmasked_tokens
-from ds_trainer.training.loop.batch_census import SeenSamples
 from ds_trainer.training.loop.batches import checked_batch, labels_in
 from ds_trainer.training.loop.item_count import ItemCount, count_for
 from ds_trainer.training.loop.loss_rule import LossRule, loss_in
 from ds_trainer.training.loop.source_losses import SourceLosses
-from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
-from ds_trainer.training.model.label_smoothing import LabelSmoother
-from ds_trainer.training.model.packing.attention import documents_of
-from ds_trainer.training.model.sequence_sharding.setup import takes_shifted_labels
-from ds_trainer.training.signatures import accepted_arguments
+from ds_trainer.training.signatures import accepted_arguments, takes_shifted_labels
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
+if TYPE_CHECKING:
+    from ds_trainer.training.loop.batch_census import SeenSamples
+    from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
+    from ds_trainer.training.model.label_smoothing import LabelSmoother
+
 logger = get_logger(__name__)
 
 _LONGEST_WAIT = 512  # steps between two measurements; no more after it, because the data has samples of one length
+
+USE_THE_COUNT = frozenset({"compute_loss", "training_step", "get_batch_samples"})
+"""Methods that receive the item count of the global batch, or train with the accelerator."""
 
 
 class LossMethod(NamedTuple):
@@ -102,12 +103,12 @@ class LossComputation:
         device: torch.device,
         overlap_count: bool,
         sources: SourceLosses,
+        chunked: ChunkedLoss,
         check: Callable[[Any], Any] = checked_batch,
-        chunked: ChunkedLoss | None = None,
         packed: bool = False,
     ) -> None:
         self.rule = rule
-        self.chunked = ChunkedLoss(0) if chunked is None else chunked
+        self.chunked = chunked
         self.sources = sources
         self.check = check
         self.sharder = sharder
@@ -327,9 +328,17 @@ class LossComputation:
         Keep it open during the backward pass, because activation checkpointing runs attention again.
         """
         if self.sharder is None:
-            with use_documents(documents_of(inputs) if self.packed else None):
+            if not self.packed:
+                yield inputs
+                return
+            from ds_trainer.parallel.document_attention import use_documents
+            from ds_trainer.training.model.packing.attention import documents_of
+
+            with use_documents(documents_of(inputs)):
                 yield inputs
             return
+        from ds_trainer.parallel.attention import use_sharding
+
         groups = parallel_groups(self._layout)
         if isinstance(inputs, ShardedBatch):
             with use_sharding(inputs.plan, groups):

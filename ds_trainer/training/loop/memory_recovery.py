@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.engine.interrupted_pass import PassCompletion
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.training.loop.batch_splitting import NotSplittable, part_of_batch, split_batch
 from ds_trainer.training.loop.training_run import TrainingRun
@@ -32,6 +31,9 @@ from ds_trainer.utils.errors import listed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
 from ds_trainer.utils.undisturbed import LARGEST, KeptBuffers
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 logger = get_logger(__name__)
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.data.batch_structure import Dummy
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 from ds_trainer.utils.seeds import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 logger = get_logger(__name__)
 

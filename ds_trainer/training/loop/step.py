@@ -20,7 +20,6 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter, TimedIterator
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
@@ -30,7 +29,7 @@ from ds_trainer.training.loop.first_loss import FirstLoss
 from ds_trainer.training.loop.first_steps import FirstSteps
 from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.item_count import ItemCount
-from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
+from ds_trainer.training.loop.loss_computation import USE_THE_COUNT, LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.own_step import OwnStep
@@ -42,11 +41,8 @@ from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
+    from ds_trainer.engine.training_engine import TrainingEngine
     from ds_trainer.training.protocol import TrainerProtocol
-
-
-# Methods that receive the item count of the global batch, or train with the accelerator.
-USE_THE_COUNT = frozenset({"compute_loss", "training_step", "get_batch_samples"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.training.loop.loss_computation import LossComputation
 from ds_trainer.training.loop.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 
 @dataclass(frozen=True, kw_only=True)

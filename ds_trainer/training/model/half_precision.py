@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.engine.training_engine import HALF_TYPES
+from ds_trainer.engine.weights import HALF_TYPES
 from ds_trainer.utils.errors import ConfigError
 
 

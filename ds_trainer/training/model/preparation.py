@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,28 +15,16 @@ from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.enums import DebugOption
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
-from ds_trainer.engine.tensor_parallel.partition_check import partition_problems
+from ds_trainer.data.columns import base_model
+from ds_trainer.engine.quantized_weights import quantized_parameters
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.training.model.activation_offload import offload_problems, offloads_activations
 from ds_trainer.training.model.cache import without_cache
-from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss, chunked_loss_problems, uses_tiles
-from ds_trainer.training.model.chunked_loss.linear_head import head_problem, output_embedding
-from ds_trainer.training.model.compilation import compile_problems
-from ds_trainer.training.model.fp8 import apply_fp8, fp8_problems
-from ds_trainer.training.model.gradient_checkpointing import (
-    enable_gradient_checkpointing,
-    gradient_checkpointing_problems,
-)
-from ds_trainer.training.model.label_smoothing import smoothing_problems
-from ds_trainer.training.model.liger import apply_liger, liger_problems
-from ds_trainer.training.model.long_context import apply_tiling, tiling_problems
-from ds_trainer.training.model.loss_head_check import loss_head_problems
-from ds_trainer.training.model.neftune import noise_problems, noisy_embeddings
-from ds_trainer.training.model.overflow import detect_overflow, overflow_problems
-from ds_trainer.training.model.quantized_model import quantized_problems
-from ds_trainer.training.model.special_tokens import align_tokens
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
+
+# What an argument turns on is imported where it is turned on: most runs use a few of these features.
 
 
 def check_model(
@@ -63,21 +54,39 @@ def check_model(
         ConfigError: with one sentence per problem.
     """
     problems = [] if overrides_loss or loss_function else loss_head_problems(model)
-    problems += partition_problems(model, compiled, layout.tp)
-    problems += quantized_problems(model, args, compiled, layout.tp, trained)
+    if layout.tp > 1:
+        from ds_trainer.engine.tensor_parallel.partition_check import partition_problems
+
+        problems += partition_problems(model, compiled, layout.tp)
+    if quantized_parameters(model):
+        from ds_trainer.training.model.quantized_model import quantized_problems
+
+        problems += quantized_problems(model, args, compiled, layout.tp, trained)
     problems += sharding_problems
     if args.label_smoothing_factor:
+        from ds_trainer.training.model.label_smoothing import smoothing_problems
+
         problems += smoothing_problems(args.label_smoothing_factor, loss_function)
     if args.activation_checkpointing:
+        from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
+
         kwargs = as_mapping(args.activation_checkpointing_kwargs)
         problems += gradient_checkpointing_problems(
             model, kwargs, compiled.activation_checkpointing is not None, args.device_type
         )
-    problems += offload_problems(args, compiled)
-    problems += tiling_problems(model, args)
+    if args.activation_offload or args.long_context:
+        from ds_trainer.training.model.activation_offload import offload_problems
+
+        problems += offload_problems(args, compiled)
+    if args.tiled_mlp:
+        from ds_trainer.training.model.long_context import tiling_problems
+
+        problems += tiling_problems(model, args)
     if args.liger_kernel_config and not args.use_liger_kernel:
         problems.append(f"liger_kernel_config={args.liger_kernel_config} needs use_liger_kernel=True.")
     if args.use_liger_kernel:
+        from ds_trainer.training.model.liger import liger_problems
+
         problems += liger_problems(model, args.liger_kernel_config, args.device_type)
         if layout.tp > 1:
             problems.append(
@@ -85,25 +94,33 @@ def check_model(
                 "weight directly, of which a rank holds only a slice. Change one of the two settings."
             )
     if args.neftune_noise_alpha is not None:
+        from ds_trainer.training.model.neftune import noise_problems
+
         problems += noise_problems(model)
     if _watches(args):
         problems += overflow_problems()
     if args.torch_compile:
+        from ds_trainer.training.model.compilation import compile_problems
+
         problems += compile_problems(args)
     if args.fp8:
+        from ds_trainer.training.model.fp8 import fp8_problems
+
         problems += fp8_problems(model, args, compiled, layout.tp)
-    problems += chunked_loss_problems(
-        model,
-        args.loss_chunk_tokens,
-        args.z_loss_factor,
-        compiles_head(args, compiled),
-    )
+    if args.loss_chunk_tokens or args.z_loss_factor:
+        from ds_trainer.training.model.chunked_loss.chunked_loss import chunked_loss_problems
+
+        problems += chunked_loss_problems(
+            model, args.loss_chunk_tokens, args.z_loss_factor, compiles_head(args, compiled)
+        )
     if problems:
         raise ConfigError(problems)
 
 
 def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> ChunkedLoss:
     """What computes the loss without whole logits, as the arguments say."""
+    from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
+
     if compiles_head(args, compiled):
         return ChunkedLoss(0)
     return ChunkedLoss(args.loss_chunk_tokens, args.z_loss_factor)
@@ -111,6 +128,9 @@ def chunked_loss_of(args: TrainingArguments, compiled: CompiledConfig) -> Chunke
 
 def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, tokens: int) -> bool:
     """Whether the loss of a micro-batch of ``tokens`` on a rank will be computed without its whole logits."""
+    from ds_trainer.training.model.chunked_loss.chunked_loss import uses_tiles
+    from ds_trainer.training.model.chunked_loss.linear_head import head_problem, output_embedding
+
     head = output_embedding(model)
     if compiles_head(args, compiled) or head_problem(head) is not None:
         return False
@@ -121,15 +141,27 @@ def chunks_loss(model: nn.Module, args: TrainingArguments, compiled: CompiledCon
 def adapt_model(model: nn.Module, args: TrainingArguments, compiled: CompiledConfig, processing_class: Any) -> None:
     """Applies kernels, gradient checkpointing, fp8, tiling and special tokens to ``model``, before the engine."""
     if args.use_liger_kernel:
+        from ds_trainer.training.model.liger import apply_liger
+
         apply_liger(model, args.liger_kernel_config)
     if args.activation_checkpointing:
+        from ds_trainer.engine.activation_checkpointing import checkpoint_with_deepspeed
+        from ds_trainer.training.model.activation_offload import offloads_activations
+        from ds_trainer.training.model.gradient_checkpointing import enable_gradient_checkpointing
+
         by_deepspeed = compiled.activation_checkpointing is not None
         kwargs = as_mapping(args.activation_checkpointing_kwargs)
         enable_gradient_checkpointing(model, kwargs, by_deepspeed, offloads_activations(args))
         if by_deepspeed:
             checkpoint_with_deepspeed(model, compiled)
-    apply_fp8(model, args)
-    apply_tiling(model, args)
+    if args.fp8:
+        from ds_trainer.training.model.fp8 import apply_fp8
+
+        apply_fp8(model, args)
+    if args.tiled_mlp or any("forward" in vars(module) for module in model.modules()):  # of an earlier Trainer
+        from ds_trainer.training.model.long_context import apply_tiling
+
+        apply_tiling(model, args)
     align_tokens(model, processing_class)
 
 
@@ -139,6 +171,8 @@ def prepared_for_training(model: nn.Module, args: TrainingArguments, layout: Par
     with ExitStack() as stack:
         stack.enter_context(without_cache(model, unless=args.use_cache))
         if args.neftune_noise_alpha is not None:
+            from ds_trainer.training.model.neftune import noisy_embeddings
+
             stack.enter_context(noisy_embeddings(model, args.neftune_noise_alpha, layout.cp * layout.sp))
         if _watches(args):
             stack.enter_context(detect_overflow(model))
@@ -157,3 +191,68 @@ def compiles_head(args: TrainingArguments, compiled: CompiledConfig) -> bool:
 
 def _watches(args: TrainingArguments) -> bool:
     return DebugOption.UNDERFLOW_OVERFLOW in (args.debug or ())
+
+
+def loss_head_problems(model: nn.Module) -> list[str]:
+    """Reasons why ``model`` cannot compute a loss; recognizes Hugging Face's base models without a head by name."""
+    model = base_model(model)
+    if "transformers" not in sys.modules:
+        return []
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    bodies: set[str] = set()
+    for names in MODEL_MAPPING_NAMES.values():
+        bodies.update([names] if isinstance(names, str) else names)
+    name = type(model).__name__
+    parameters = inspect.signature(model.forward).parameters
+    if name in bodies and not any("label" in p or p == "return_loss" for p in parameters):
+        return [
+            f"{name} returns hidden states: it takes no labels and returns no loss. Use a model with a head for the "
+            "task (AutoModelForCausalLM, AutoModelForSequenceClassification ...), pass a compute_loss_func, or "
+            "override compute_loss."
+        ]
+    return []
+
+
+def align_tokens(model: nn.Module, processing_class: Any) -> None:
+    """Sets the special token ids in the configurations of ``model`` to those of its tokenizer, and logs the change.
+
+    Only for Hugging Face models and tokenizers, with transformers' rule: ids that the tokenizer does not define are
+    unchanged, and several end-of-text ids are all kept.
+    """
+    if "transformers" not in sys.modules or processing_class is None or not hasattr(model, "config"):
+        return
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers.trainer_utils import align_special_tokens
+
+    if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
+        align_special_tokens(model, processing_class)
+
+
+def overflow_problems() -> list[str]:
+    """Reasons why overflows cannot be detected, one sentence each."""
+    if importlib.util.find_spec("transformers") is not None:
+        return []
+    return ["debug=underflow_overflow needs transformers, which is not installed. Run pip install transformers."]
+
+
+@contextmanager
+def detect_overflow(model: nn.Module) -> Iterator[None]:
+    """Inside, checks weights, inputs and outputs of every module of ``model``. Slow: it synchronizes at each module.
+
+    At the first inf or nan, transformers' ``DebugUnderflowOverflow`` prints the last modules with their smallest and
+    largest absolute values and raises ValueError.
+    """
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    class Watch(DebugUnderflowOverflow):
+        def register_forward_hook(self) -> None:
+            # Before ZeRO-3's hooks, which release the weights; with handles, so that they can be removed.
+            self.handles = [m.register_forward_hook(self.forward_hook, prepend=True) for m in self.model.modules()]
+
+    watch = Watch(model)
+    try:
+        yield
+    finally:
+        for handle in watch.handles:
+            handle.remove()

@@ -10,7 +10,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.quantized_weights import is_packed_for_inference, quantized_bits, quantized_parameters
-from ds_trainer.engine.training_engine import HALF_TYPES
+from ds_trainer.engine.weights import HALF_TYPES
 from ds_trainer.training.model.half_precision import half_precision_of
 
 

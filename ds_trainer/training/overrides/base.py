@@ -11,13 +11,13 @@ from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.protocol import ASSEMBLY
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
     from ds_trainer.training.assembly import Assembly
     from ds_trainer.training.protocol import TrainerProtocol as _Declared
 else:

@@ -1,22 +1,23 @@
-"""Methods of the Trainer for evaluation and prediction: the exact mean loss over a dataset, predictions, metrics."""
+"""Methods of the Trainer for evaluation, prediction and generation: the exact mean loss over a dataset, metrics."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_trainer.training.evaluation.evaluation_loop import EvalLoop
+from ds_trainer.arguments.enums import GenerationGather
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.loop.run_plan import evaluation_plan_of
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.half_precision import half_precision_of, weights_cast_to
 from ds_trainer.training.out_of_memory import evaluation_remedies, explained_out_of_memory
 from ds_trainer.training.overrides.data_loading import DataLoading
-from ds_trainer.training.overrides.generation import Generation
 from ds_trainer.training.overrides.logging_methods import LoggingMethods
 from ds_trainer.training.overrides.training_step import TrainingStep
 from ds_trainer.training.protocol import check_names
@@ -27,8 +28,8 @@ from ds_trainer.utils.logging import get_logger
 logger = get_logger(__name__)
 
 
-class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
-    """Evaluation and prediction with the current weights."""
+class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
+    """Evaluation, prediction and generation with the current weights."""
 
     @fails_together
     def evaluate(
@@ -115,11 +116,13 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
             ignore_keys: keys of the model's output that are not predictions.
             metric_key_prefix: first part of the metric names.
         """
+        from ds_trainer.training.evaluation.evaluation_loop import EvalLoop
+
         assembly = self._ds_trainer
         join_ranks(self.args)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         half = None if self.is_in_train else half_precision_of(self.args)
-        model = assembly.model_for_evaluation(half)
+        model = assembly.evaluator.model(half)
         assembly.events.handler.eval_dataloader = dataloader
         loop = EvalLoop(assembly, dataloader, loss_only, keep=description == "Prediction")
         explained = explained_out_of_memory(
@@ -163,6 +166,27 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods, Generation):
                 of sequences cannot be combined.
         """
         return self._ds_trainer.evaluator.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    @contextmanager
+    def unwrap_model_for_generation(self, gather: GenerationGather | str | None = None) -> Iterator[nn.Module]:
+        """Inside, the model is ready for ``generate``: in evaluation mode and, with ZeRO-3, with its weights gathered
+        once if ``generation_gather`` says so. Each replica may then generate as often and as long as it needs, or not
+        at all. Entering is collective.
+
+        A single ``model.generate(...)`` needs no context: it gathers the weights itself, once for each call.
+
+        Args:
+            gather: ``"always"``, ``"never"`` or ``"auto"``; default: ``generation_gather`` of the arguments.
+
+        Returns:
+            The model without its engine. Do not train inside.
+        """
+        from ds_trainer.training.generation.generation_phase import evaluation_mode
+
+        phase = self._ds_trainer.engines.generation
+        choice = None if gather is None else GenerationGather(str(gather))
+        with nullcontext() if phase is None else phase.weights(choice), evaluation_mode(self.model):
+            yield self.model
 
 
 def _with_speed(trainer: EvaluationMethods, output: EvalLoopOutput, prefix: str, start: float) -> dict[str, float]:

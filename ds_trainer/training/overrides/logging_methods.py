@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ds_trainer.checkpoint.manager import STATE_FILE
+from ds_trainer.callbacks.state import STATE_FILE
 from ds_trainer.engine.process_group import stop_process_group
 from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
 from ds_trainer.training.loop.token_counter import batch_flops

@@ -65,7 +65,7 @@ class Saving(TrainerBase):
         assembly = self._ds_trainer
         join_ranks(self.args)
         if is_on_meta(self.model):  # its weights have not been loaded yet
-            assembly.model_for_evaluation(None)
+            assembly.evaluator.model(None)
         if (engine := assembly.engines.training_or_none) is not None:
             engine.follow_written_weights()
         use_evaluation_weights(self.optimizer)

@@ -10,7 +10,6 @@ from torch import nn
 
 from ds_trainer.training.loading.model_argument import is_model_reference
 from ds_trainer.training.overrides.base import TrainerBase
-from ds_trainer.training.search.backend import find_backend
 from ds_trainer.training.search.best_run import BestRun
 from ds_trainer.training.search.objective import default_compute_objective
 from ds_trainer.training.startup.constructor_checks import keras_problems
@@ -81,6 +80,8 @@ class SearchMethods(TrainerBase):
             ConfigError: there is no ``model_init``, or another argument does not allow a search.
             RuntimeError: no trial completed.
         """
+        from ds_trainer.training.search.backend import find_backend
+
         chosen = find_backend(backend)
         if self.model_init is None:
             raise ConfigError(

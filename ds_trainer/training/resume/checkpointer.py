@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.arguments.enums import SaveFailurePolicy, SaveStrategy
-from ds_trainer.callbacks.state import TrainerState, export_states, restore_states
+from ds_trainer.callbacks.state import STATE_FILE, TrainerState, export_states, restore_states
 from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
-from ds_trainer.checkpoint.manager import SCHEDULE_FILE, STATE_FILE, CheckpointManager
+from ds_trainer.checkpoint.manager import SCHEDULE_FILE, CheckpointManager
 from ds_trainer.checkpoint.protocol.checkpoint_directory import checkpoint_name
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, GeneratedFile, InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import SaveFailed

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.converters.checkpoint_import import import_hidden
-from ds_trainer.checkpoint.converters.conversion import other_format_at
-from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 from ds_trainer.checkpoint.manager import choose_checkpoint
 from ds_trainer.checkpoint.protocol import disk
-from ds_trainer.checkpoint.protocol.checkpoint_directory import HOW_TO_RESUME, CheckpointDirectory, list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import (
+    HOW_TO_RESUME,
+    CheckpointDirectory,
+    find_checkpoint,
+    list_checkpoints,
+)
 from ds_trainer.checkpoint.protocol.checkpoint_selection import VerifiedCheckpoint
 from ds_trainer.checkpoint.protocol.directory_lock import DirectoryLock
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
@@ -23,6 +26,9 @@ from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 
 logger = get_logger(__name__)
 
@@ -33,35 +39,25 @@ AUTO_RESUME = "DS_TRAINER_AUTO_RESUME"
 _EXITING_SECONDS = 120.0
 
 
-def create_output_directory(args: TrainingArguments) -> None:
-    """Create ``output_dir``.
-
-    Raises:
-        ConfigError: it cannot be created.
-    """
-    try:
-        str(args.output_dir).encode()  # it is written to JSON files
-        os.makedirs(str(args.output_dir), exist_ok=True)
-    except (OSError, ValueError, RecursionError) as error:  # a null byte; thousands of folders
-        raise ConfigError(
-            f"output_dir={str(args.output_dir)[:200]!r} ({args.where('output_dir')}) cannot be created: "
-            f"{getattr(error, 'strerror', None) or error}. Choose another directory."
-        ) from None
-
-
 class OutputDirectory:
     """The output directory of one training.
 
     Args:
         args: the training arguments.
+        resume: the argument ``resume_from_checkpoint`` of ``train``.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
 
     Attributes:
         path: its path.
         writer_group: the ranks that share it; set by :meth:`acquire`.
     """
 
-    def __init__(self, args: TrainingArguments) -> None:
+    def __init__(self, args: TrainingArguments, resume: str | bool | None = None) -> None:
         self.path = Path(str(args.output_dir))
+        self._resumes = bool(resume)
+        self._requested = find_checkpoint(resume, self.path) if resume else None
         self.writer_group: WriterGroup
         self._args = args
         self._lock: DirectoryLock | None = None
@@ -116,12 +112,35 @@ class OutputDirectory:
             self._lock.release()
             self._lock = None
 
-    def has_checkpoints(self) -> bool:
+    def resolve(self, running_model: Callable[[], RunningModel], is_trial: bool = False) -> Path | None:
+        """The checkpoint to resume from, verified by all ranks; None for a new run. Collective.
+
+        It is the requested one, or the newest valid one if that was requested or, outside of a search, the run resumes
+        automatically. A checkpoint of DeepSpeed or transformers is converted first.
+
+        Args:
+            running_model: describes the model of this run, for checkpoints whose optimizer states have numbers.
+            is_trial: whether the run is a trial of a search.
+
+        Raises:
+            BrokenCheckpoint: it is damaged, or there is no valid checkpoint.
+            ConfigError: it has weights only, or cannot be converted; or a new run could not replace what is there.
+        """
+        if not self._resumes and not (self.resumes_automatically and not is_trial and self._has_checkpoints()):
+            if not is_trial:
+                self._check_new_run()
+            return None
+        requested = self._requested
+        if requested is not None and not (requested / MANIFEST_FILE).is_file():
+            requested = self._converted(requested, running_model)
+        return self.choose(requested)[0]
+
+    def _has_checkpoints(self) -> bool:
         """Whether there is a checkpoint to resume from, damaged or not. Collective."""
         here = self.writer_group.is_leader and CheckpointDirectory(self.path).has_checkpoints()
         return bool(distributed.agree(torch.tensor([int(here)]))[0])
 
-    def check_new_run(self) -> None:
+    def _check_new_run(self) -> None:
         """Warn that a new run begins in a directory that has checkpoints of another one. Collective.
 
         Raises:
@@ -161,20 +180,15 @@ class OutputDirectory:
         newest: Path | None = distributed.broadcast_object(found[-1] if found else None)
         return newest
 
-    def imported(self, requested: Path | None, running_model: Callable[[], RunningModel]) -> Path | None:
+    def _converted(self, requested: Path, running_model: Callable[[], RunningModel]) -> Path | None:
         """Convert a checkpoint of DeepSpeed or transformers into a hidden directory, and return its path. Collective.
-
-        A checkpoint of this package is returned unchanged.
-
-        Args:
-            requested: the checkpoint.
-            running_model: describes the model of this run, for checkpoints whose optimizer states have numbers.
 
         Raises:
             ConfigError: it cannot be converted; on all ranks.
         """
-        if requested is None or (requested / MANIFEST_FILE).is_file():
-            return requested
+        from ds_trainer.checkpoint.converters.checkpoint_import import import_hidden
+        from ds_trainer.checkpoint.converters.conversion import other_format_at
+
         group, problem = self.writer_group, None
         if group.is_leader:
             try:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.callbacks.state import TrainerState
-from ds_trainer.checkpoint.manager import STATE_FILE
+from ds_trainer.callbacks.state import STATE_FILE, TrainerState
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
 from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle

@@ -12,6 +12,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
+from ds_trainer.optim.optimizer_builder import parameters_of_groups
 from ds_trainer.optim.schedule_stepping import steps_on_metric
 
 
@@ -54,9 +55,3 @@ def _optimizer_name(
     if library_optimizer(args) is not None:
         return str(args.optim)
     return str(config.optimizer_type)
-
-
-def parameters_of_groups(optimizer: torch.optim.Optimizer | list[dict[str, Any]]) -> list[list[Any]]:
-    """The parameters of each parameter group."""
-    groups = optimizer if isinstance(optimizer, list) else optimizer.param_groups
-    return [list(group["params"]) for group in groups]

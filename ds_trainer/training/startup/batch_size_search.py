@@ -13,13 +13,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.engine.rehearsal import rehearse
-from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation
@@ -29,6 +28,9 @@ from ds_trainer.training.out_of_memory import is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.training_engine import TrainingEngine
 
 logger = get_logger(__name__)
 

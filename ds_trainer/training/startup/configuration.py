@@ -33,16 +33,14 @@ from ds_trainer.training.loop.batches import check_run_length
 from ds_trainer.training.loop.loss_rule import LossRule, loss_rule_of
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.loop.source_losses import check_sources
-from ds_trainer.training.model.label_smoothing import LabelSmoother, label_smoother
-from ds_trainer.training.model.packing.support import packing_problems
 from ds_trainer.training.model.preparation import check_model
-from ds_trainer.training.model.sequence_sharding.setup import sharder_or_problems
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.problems import Problems
 
 if TYPE_CHECKING:
+    from ds_trainer.training.model.label_smoothing import LabelSmoother
     from ds_trainer.training.protocol import TrainerProtocol
 
 logger = get_logger(__name__)
@@ -153,14 +151,17 @@ def configure(inputs: TrainerInputs) -> RunConfiguration:
             config = compile_run(inputs, layout)
         with problems.collecting():
             _check_schedule(inputs, config)
-        sharder, unsharded = sharder_or_problems(
-            model,
-            layout,
-            label_names=label_names,
-            processing_class=inputs.processing_class,
-            loss_function=inputs.compute_loss_func,
-            overrides_loss=overrides_loss,
-        )
+        if layout.cp * layout.sp > 1:
+            from ds_trainer.training.model.sequence_sharding.setup import sharder_or_problems
+
+            sharder, unsharded = sharder_or_problems(
+                model,
+                layout,
+                label_names=label_names,
+                processing_class=inputs.processing_class,
+                loss_function=inputs.compute_loss_func,
+                overrides_loss=overrides_loss,
+            )
         with problems.collecting():
             check_packing_support(inputs, layout)
         with problems.collecting():
@@ -180,7 +181,11 @@ def configure(inputs: TrainerInputs) -> RunConfiguration:
     assert layout is not None and config is not None
     if unsharded:
         logger.warning(_NOT_TRAINED, " ".join(unsharded))
-    smoother = label_smoother(model, args.label_smoothing_factor, label_names)
+    smoother = None
+    if args.label_smoothing_factor:
+        from ds_trainer.training.model.label_smoothing import label_smoother
+
+        smoother = label_smoother(model, args.label_smoothing_factor, label_names)
     rule = loss_rule_of(
         base_model(model),
         label_names,
@@ -197,6 +202,10 @@ def check_packing_support(inputs: TrainerInputs, layout: ParallelLayout) -> None
     Raises:
         ConfigError: one sentence for each reason.
     """
+    if not packs(inputs.args):
+        return
+    from ds_trainer.training.model.packing.support import packing_problems
+
     problems = packing_problems(
         inputs.model, inputs.args, layout, inputs.overridden, inputs.compute_metrics is not None, inputs.data_collator
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,3 +123,19 @@ def _base_class(trainer: type, package: str, names: Sequence[str] | None = None)
     """The first base class of ``trainer`` that is from ``package``, and one of ``names`` if those are given."""
     found = (cls.__name__ for cls in trainer.__mro__ if cls.__module__.startswith(package))
     return next((name for name in found if names is None or name in names), None)
+
+
+def create_output_directory(args: TrainingArguments) -> None:
+    """Create ``output_dir``.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    try:
+        str(args.output_dir).encode()  # it is written to JSON files
+        os.makedirs(str(args.output_dir), exist_ok=True)
+    except (OSError, ValueError, RecursionError) as error:  # a null byte; thousands of folders
+        raise ConfigError(
+            f"output_dir={str(args.output_dir)[:200]!r} ({args.where('output_dir')}) cannot be created: "
+            f"{getattr(error, 'strerror', None) or error}. Choose another directory."
+        ) from None

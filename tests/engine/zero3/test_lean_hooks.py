@@ -224,9 +224,8 @@ def left_to_deepspeed() -> list[bool]:
     model = Model("")
     engine = EvaluationEngine(model, config, layout)
     offload = zero3_hooks(engine.deepspeed)
-    assert engine._hooks is not None
-    engine._hooks.close()
-    engine._hooks = None
+    assert engine._zero3 is not None
+    engine._zero3._parts.pop().close()  # of the engine
     found = []
 
     def asked(compiled: bool = False) -> None:

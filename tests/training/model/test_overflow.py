@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.training.model.overflow import overflow_problems
+from ds_trainer.training.model.preparation import overflow_problems
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 

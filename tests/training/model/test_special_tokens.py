@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
-from ds_trainer.training.model.special_tokens import align_tokens
+from ds_trainer.training.model.preparation import align_tokens
 from tests.support.models import RaggedTokens, Regression, tiny_llama
 from tests.support.pool import pool
 

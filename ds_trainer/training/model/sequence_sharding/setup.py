@@ -18,6 +18,7 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.training.model.sequence_sharding.equivalence_check import check_sharded_model
 from ds_trainer.training.model.sequence_sharding.support import is_bidirectional, library_models, sharding_problems
+from ds_trainer.training.signatures import takes_shifted_labels
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
@@ -160,11 +161,6 @@ def value_of(outputs: Any, key: Any) -> torch.Tensor:
     """The output that :func:`per_token_output` found."""
     value: torch.Tensor = outputs[key] if isinstance(outputs, Mapping) else _sequence(outputs)[key]
     return value
-
-
-def takes_shifted_labels(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` has an argument named ``shift_labels``; ``**kwargs`` alone does not count."""
-    return "shift_labels" in inspect.signature(function).parameters
 
 
 def padding_token(model: nn.Module, processing_class: Any) -> int:
