@@ -1,25 +1,27 @@
-"""Restores the plain attributes of an object after code that is run for its result only."""
+"""Restores what a script keeps beside its weights after code that is run for its result only."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 _LARGEST = 10_000  # entries; a larger container is data, not a count
-_LEAVES = (int, float, complex, str, bytes, type(None), torch.Tensor)
-_looks = 0  # how many of these contexts are open
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_SEQUENCES, _MAPPINGS = (list, deque), (dict, defaultdict, OrderedDict, Counter)
+_CONTAINERS = (*_SEQUENCES, *_MAPPINGS, set, tuple)
 _LIBRARIES = {__name__.partition(".")[0], "torch", "transformers", "deepspeed"}
-
-
-class _NotPlainError(Exception):
-    """The value holds other objects, or too many."""
+_OF_TORCH = {*vars(nn.Module()), "_external_params"}  # hooks, weights and buffers of a module
+_looks = 0  # how many of these contexts are open
 
 
 def only_looks() -> bool:
@@ -27,136 +29,183 @@ def only_looks() -> bool:
     return _looks > 0
 
 
-@contextmanager
-def plain_attributes_restored(owner: object) -> Iterator[None]:
-    """Afterwards, attributes of ``owner`` that hold numbers, text, tensors, or small containers of these are as before.
+def owner_of(method: Any) -> Any:
+    """The object of a method; a function itself, which may keep something in its attributes or around it."""
+    return getattr(method, "__self__", method)
 
-    A subclass's ``compute_loss`` collects metrics in such attributes. One that did not exist is removed if its class
-    has a default of this name. Containers of the user's classes are restored too, and unless ``owner`` is a module the
-    insides of objects of such classes (meters) and small tensors that are changed in place.
+
+@contextmanager
+def plain_attributes_restored(*owners: object) -> Iterator[None]:
+    """Afterwards, numbers, text, small containers, tensors and arrays that ``owners`` keep are as before.
+
+    A subclass's ``compute_loss`` collects metrics in such attributes, in objects of classes of the script (meters), in
+    variables of the script and of functions around it. Containers keep their identity, because others may hold them.
+    Attributes that did not exist are removed. Of modules of a model only their own attributes, those of their classes
+    and the script's variables are restored, and what did not exist stays unless the class has a default of this name.
     """
-    objects, tensors = ([], []) if isinstance(owner, nn.Module) else _insides(owner)
-    kept = [(tensor, tensor._version, tensor.clone()) for tensor in tensors]
     global _looks
-    with ExitStack() as stack:
-        for part in (owner, *objects):
-            stack.enter_context(_restored(part))
-        _looks += 1
-        try:
-            yield
-        finally:
-            _looks -= 1
-            with torch.no_grad():
-                for tensor, version, copy in kept:
-                    if tensor._version != version:
-                        tensor.copy_(copy)
-
-
-@contextmanager
-def _restored(owner: object) -> Iterator[None]:
-    shared = [(value, type(value)(value)) for value in _containers(type(owner))]
-    names = set(vars(owner))
-    before = {}
-    for name, value in vars(owner).items():
-        try:
-            before[name] = _copy(value, [_LARGEST])
-        except _NotPlainError:
-            continue
+    kept = _Kept(owners)
+    _looks += 1
     try:
         yield
     finally:
-        for value, content in shared:
-            if not _same(value, content):
+        _looks -= 1
+        kept.restore()
+
+
+class _Kept:
+    def __init__(self, owners: Iterable[object]) -> None:
+        self._deep = not all(isinstance(owner, nn.Module) for owner in owners)
+        self._contents: list[tuple[Any, Any]] = []
+        self._lengths: list[tuple[list[Any], int]] = []
+        self._names: list[tuple[Any, dict[str, Any], set[str]]] = []
+        self._tensors: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._cells: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        self._ahead: deque[Any] = deque()  # nearest first
+        for owner in owners:
+            self._keep_object(owner)
+        room = len(self._seen) + _LARGEST
+        while self._ahead and len(self._seen) < room:
+            self._keep(self._ahead.popleft())
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, _LEAVES) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if type(value) in _CONTAINERS:
+            self._keep_container(value)
+        elif isinstance(value, np.ndarray):
+            if value.size <= _LARGEST and value.dtype != object:
+                self._arrays.append((value, value.copy()))
+        elif isinstance(value, FunctionType):
+            self._keep_function(value)
+        elif not self._deep:
+            return
+        elif isinstance(value, torch.Tensor):
+            if value.numel() <= _LARGEST and not value.requires_grad and not _is_inert(value):
+                self._tensors.append((value, value._version, value.clone()))
+        elif isinstance(value, (MethodType, functools.partial)):
+            parts = [value.__func__, value.__self__] if isinstance(value, MethodType) else [value.func, *value.args]
+            self._ahead += parts
+        elif _is_of_script(value) and not _has_weights(value):
+            self._keep_object(value)
+
+    def _keep_container(self, value: Any) -> None:
+        entries = value.values() if isinstance(value, Mapping) else value
+        if len(value) > _LARGEST:
+            if isinstance(value, list):
+                self._lengths.append((value, len(value)))
+            return
+        if not isinstance(value, tuple) and all(map(_is_plain, entries)):
+            self._contents.append((value, value.copy()))
+        self._ahead += entries
+
+    def _keep_function(self, function: Any) -> None:
+        if _is_library(function.__module__):
+            return
+        for cell in function.__closure__ or ():
+            try:
+                self._cells.append((cell, cell.cell_contents))
+            except ValueError:  # not set yet
+                continue
+            self._ahead.append(cell.cell_contents)
+        self._keep_object(function)
+
+    def _keep_object(self, owner: Any) -> None:
+        self._seen.add(id(owner))
+        skipped = () if self._deep else _OF_TORCH
+        own = {name: value for name, value in vars(owner).items() if name not in skipped}
+        self._names.append((owner, {name: value for name, value in own.items() if _is_plain(value)}, {*vars(owner)}))
+        self._ahead += own.values()
+        kinds = [owner] if isinstance(owner, FunctionType) else type(owner).__mro__
+        for kind in kinds:
+            if not _is_library(kind.__module__) and id(kind) not in self._seen:
+                self._seen.add(id(kind))
+                self._ahead += [value for name, value in vars(kind).items() if not name.startswith("__")]
+                self._keep_variables(sys.modules.get(kind.__module__))
+
+    def _keep_variables(self, module: Any) -> None:
+        """Those of a script that its functions may change."""
+        if module is not None and id(module) not in self._seen:
+            self._seen.add(id(module))
+            own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+            self._names.append((module, {name: value for name, value in own.items() if _is_plain(value)}, set()))
+            self._ahead += own.values()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for value, content in self._contents:
+            if len(value) != len(content) or not _same_entries(value, content):
                 value.clear()
-                (value.extend if isinstance(value, (list, deque)) else value.update)(content)
-        for name in vars(owner).keys() - names:
-            if isinstance(getattr(type(owner), name, _NotPlainError), _LEAVES):
-                delattr(owner, name)
-        for name, value in before.items():
-            if name not in vars(owner) or not _same(vars(owner)[name], value):
-                setattr(owner, name, value)
+                (value.extend if isinstance(value, _SEQUENCES) else value.update)(content)
+        for values, length in self._lengths:
+            del values[length:]
+        for owner, before, names in self._names:
+            _restore_names(owner, before, names, self._deep)
+        with torch.no_grad():
+            for tensor, version, copy in self._tensors:
+                if tensor._version != version and tensor.shape == copy.shape:
+                    tensor.copy_(copy)
+        for array, copy in self._arrays:
+            if not np.array_equal(array, copy):
+                array[...] = copy
+        for cell, value in self._cells:
+            if cell.cell_contents is not value and _is_plain(value):
+                cell.cell_contents = value
+
+
+def _restore_names(owner: Any, before: dict[str, Any], names: set[str], deep: bool) -> None:
+    now = vars(owner)
+    for name in () if isinstance(owner, ModuleType) else now.keys() - names:
+        if _is_plain(now[name]) if deep else isinstance(getattr(type(owner), name, owner), _LEAVES):
+            delattr(owner, name)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            setattr(owner, name, value)
+
+
+def _same_entries(value: Any, content: Any) -> bool:
+    if isinstance(value, set):
+        return value == content
+    if isinstance(value, Mapping):
+        return all(a is b and value[a] is content[b] for a, b in zip(value, content, strict=True))
+    return all(a is b for a, b in zip(value, content, strict=True))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, text, a tensor, an array, a container, or an object of the script without weights."""
+    if isinstance(value, (*_LEAVES, torch.Tensor, np.ndarray)) or type(value) in _CONTAINERS:
+        return True
+    return _is_of_script(value) and not isinstance(value, (type, nn.Module))
+
+
+def _is_inert(tensor: torch.Tensor) -> bool:
+    """Whether nothing can write to it in place, or a weight that ZeRO-3 holds elsewhere."""
+    return tensor.is_inference() or hasattr(tensor, "ds_id")
+
+
+def _has_weights(value: Any) -> bool:
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
 
 
 def _is_of_script(value: Any) -> bool:
     """Whether the class of ``value`` is the user's, or a metric that is a module (torchmetrics).
 
-    Objects of other packages may be in use by their threads (a tracker's run).
+    Objects of other packages may be in use by their threads (a tracker's run). A data set is no meter.
     """
-    root = type(value).__module__.partition(".")[0]
-    if not hasattr(value, "__dict__") or root in _LIBRARIES:
-        return False
-    return isinstance(value, nn.Module) or not _is_installed(root)
-
-
-@cache
-def _is_installed(root: str) -> bool:
-    path = getattr(sys.modules.get(root), "__file__", None) or ""
-    return root in sys.stdlib_module_names or "site-packages" in path or "dist-packages" in path
-
-
-def _insides(owner: object) -> tuple[list[Any], list[torch.Tensor]]:
-    """The objects of the script's classes that ``owner`` holds, without models, and small tensors of all of them."""
-    objects: list[Any] = []
-    tensors: list[torch.Tensor] = []
-    seen, ahead = {id(owner)}, list(vars(owner).values())
-    while ahead and len(seen) < _LARGEST:
-        value = ahead.pop()
-        if id(value) in seen or isinstance(value, _LEAVES[:-1]):
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if value.numel() <= _LARGEST and not value.requires_grad and not value.is_inference():
-                tensors.append(value)
-        elif isinstance(value, (Mapping, list, tuple, deque)):
-            if type(value) in (dict, defaultdict, list, tuple, deque) and len(value) <= _LARGEST:
-                ahead += value.values() if isinstance(value, Mapping) else value
-        elif _is_of_script(value):
-            if isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
-                continue
-            objects.append(value)
-            ahead += vars(value).values()
-    return objects, tensors
-
-
-def _containers(kind: type) -> Iterator[Any]:
-    """The small plain containers that are attributes of ``kind`` and the classes of the user that it derives from."""
-    for part in kind.__mro__:
-        if part.__module__.partition(".")[0] in (*_LIBRARIES, "builtins"):
-            continue
-        for value in vars(part).values():
-            if type(value) in (list, dict, set, deque):
-                try:
-                    _copy(value, [_LARGEST])
-                except _NotPlainError:
-                    continue
-                yield value
-
-
-def _copy(value: Any, room: list[int]) -> Any:
-    room[0] -= 1
-    if room[0] < 0:
-        raise _NotPlainError
     kind = type(value)
-    if kind in _LEAVES or kind is bool or isinstance(value, torch.Tensor):
-        return value
-    if kind is dict:
-        return {_copy(key, room): _copy(entry, room) for key, entry in value.items()}
-    if kind is defaultdict:
-        return defaultdict(value.default_factory, {key: _copy(entry, room) for key, entry in value.items()})
-    if kind is deque:
-        return deque((_copy(entry, room) for entry in value), value.maxlen)
-    if kind in (list, tuple, set):
-        return kind(_copy(entry, room) for entry in value)
-    if _is_of_script(value):
-        return value
-    raise _NotPlainError
-
-
-def _same(value: Any, copy: Any) -> bool:
-    if type(value) is not type(copy):
+    root = kind.__module__.partition(".")[0]
+    if not hasattr(value, "__dict__") or root in _LIBRARIES or isinstance(value, (type, ModuleType, Dataset)):
         return False
-    if isinstance(value, dict):
-        return value.keys() == copy.keys() and all(_same(value[key], copy[key]) for key in copy)
-    if isinstance(value, (list, tuple, deque)):
-        return len(value) == len(copy) and all(map(_same, value, copy))
-    return value is copy if isinstance(value, torch.Tensor) or _is_of_script(value) else bool(value == copy)
+    return isinstance(value, nn.Module) or not _is_library(kind.__module__)
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Whether a module belongs to Python, to this package or to an installed one."""
+    root = (module or "builtins").partition(".")[0]
+    path = getattr(sys.modules.get(root), "__file__", None) or ""
+    libraries = root in sys.builtin_module_names or root in sys.stdlib_module_names or root in _LIBRARIES
+    return (libraries and root != "__main__") or "site-packages" in path or "dist-packages" in path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -61,9 +61,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers and plain attributes of the modules of ``model`` (counters) are as before."""
     modules = list(model.modules())
     kept = KeptBuffers(modules, LARGEST)
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(plain_attributes_restored(module))
+    with plain_attributes_restored(*modules):
         try:
             yield
         finally:

@@ -40,7 +40,6 @@ from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccu
 from ds_trainer.training.evaluation.shared_streams import in_order_of_stream, share_reading
 from ds_trainer.training.loop.batches import checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
-from ds_trainer.training.loop.first_loss import is_of_library
 from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
 from ds_trainer.training.loop.loss_rule import Weighting
@@ -48,7 +47,6 @@ from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.plain_attributes import plain_attributes_restored
 
 if TYPE_CHECKING:
     from ds_trainer.training.assembly import Assembly
@@ -194,8 +192,6 @@ class EvalLoop:
             return rule.evaluation
         if (alike and (known.settled or rule.verified)) or losses.sharder is not None or losses.packed:
             return known
-        if is_of_library(trainer.compute_loss) or is_of_library(trainer.prediction_step):
-            return known
         has_loss = isinstance(inputs, Mapping) and self.assembly.evaluator.has_loss(inputs)
         if not distributed.agree(torch.tensor([int(has_loss)]))[0]:
             return known
@@ -205,9 +201,9 @@ class EvalLoop:
                 loss = trainer.prediction_step(model, part, True)[0]
             return None if loss is None else torch.as_tensor(loss)
 
-        with plain_attributes_restored(trainer):
-            more = partial(two_samples, self.loader, rule.count)
-            found = measured_weighting(loss_of, model, inputs, rule.count, more)
+        more = partial(two_samples, self.loader, rule.count)
+        replica = self.assembly.layout.coordinates(distributed.rank()).dp
+        found = measured_weighting(loss_of, model, inputs, rule.count, trainer, replica, more)
         losses.sources.take()  # of no batch
         if found.settled:
             rule.evaluation = found

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,20 +18,9 @@ from ds_trainer.training.loop.loss_computation import LossComputation, LossMetho
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
 from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.utils import distributed
-from ds_trainer.utils.plain_attributes import plain_attributes_restored
+from ds_trainer.utils.plain_attributes import owner_of, plain_attributes_restored
 from ds_trainer.utils.reported_ranks import reads, reporting
 from ds_trainer.utils.seeds import random_state, restore_random_state
-
-
-def is_of_library(method: Any) -> bool:
-    """Whether a method is that of an installed package: of TRL's or sentence-transformers' Trainers.
-
-    Their losses communicate between ranks and run other engines, which passes for a look would disturb: they count
-    items.
-    """
-    name = str(getattr(method, "__module__", None))
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" in file and not name.startswith(("ds_trainer.", "transformers.", "torch."))
 
 
 class FirstLoss:
@@ -72,20 +59,18 @@ class FirstLoss:
         if not rule.normalized:
             self._measure(model, inputs)
             return losses.of(self._method, model, copy.copy(inputs), self._count.detach())
-        of_user = getattr(self._method.call, "__self__", None)
         reads_before, random_before = reads(), random_state() if self._layout.world_size > 1 else None
         loss: torch.Tensor = losses.of(self._method, model, copy.copy(inputs), self._count)
         has_read = reads() > reads_before
-        with nullcontext() if of_user is None else plain_attributes_restored(of_user):
-            rule.verify(loss, self._count, lambda items: self._without_graph(model, copy.copy(inputs), items))
-            # A rank without targets in its shard cannot decide.
-            rejects, asks = distributed.agree(torch.tensor([int(not rule.normalized), int(has_read)]))
-            if rejects and rule.normalized:
-                rule.reject()
-            if asks and rule.normalized and random_before is not None:
-                scale = self._scale(loss, model, copy.copy(inputs), random_before)
-                # A batch without targets on any rank cannot tell; the next one is asked.
-                rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
+        rule.verify(loss, self._count, lambda items: self._without_graph(model, copy.copy(inputs), items))
+        # A rank without targets in its shard cannot decide.
+        rejects, asks = distributed.agree(torch.tensor([int(not rule.normalized), int(has_read)]))
+        if rejects and rule.normalized:
+            rule.reject()
+        if asks and rule.normalized and random_before is not None:
+            scale = self._scale(loss, model, copy.copy(inputs), random_before)
+            # A batch without targets on any rank cannot tell; the next one is asked.
+            rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
         if not rule.normalized:
             self._measure(model, inputs)
         return loss
@@ -94,7 +79,7 @@ class FirstLoss:
         """Measure what the losses of micro-batches are the mean of, and count the step by that. Collective."""
         losses, rule = self._losses, self._losses.rule
         rule.verified = True
-        if not (rule.weighting.settled or losses.sharder is not None or is_of_library(self._method.call)):
+        if not (rule.weighting.settled or losses.sharder is not None):
             rule.use(self._measured(model, inputs))  # shards are text, whose items are tokens
             if not rule.weighting.settled:
                 losses.look_again()
@@ -115,18 +100,17 @@ class FirstLoss:
                 batch = joined(*losses.two_batches)
             return None if batch is None else self._prepare(batch)
 
-        of_user = getattr(self._method.call, "__self__", None)
         plain = self._prepare.__module__.startswith(__name__.partition(".")[0])
         ids = losses.sources.ids
-        with nullcontext() if of_user is None else plain_attributes_restored(of_user):
-            more_samples = more if plain and not losses.packed else None
-            found = measured_weighting(loss_of, model, inputs, rule.count, more_samples, True, rule.kept)
+        more_samples = more if plain and not losses.packed else None
+        replica, owner = self._layout.coordinates(distributed.rank()).dp, owner_of(self._method.call)
+        found = measured_weighting(loss_of, model, inputs, rule.count, owner, replica, more_samples, True, rule.kept)
         losses.sources.ids = ids
         return found
 
     def _without_graph(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> torch.Tensor:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), plain_attributes_restored(owner_of(self._method.call)):
             loss: torch.Tensor = self._losses.of(self._method, model, inputs, items)
         model.train()
         return loss
@@ -139,7 +123,8 @@ class FirstLoss:
         """
         now = random_state()
         restore_random_state(random)
-        with torch.no_grad(), reporting(self._layout.tp):
+        owner = owner_of(self._method.call)
+        with torch.no_grad(), reporting(self._layout.tp), plain_attributes_restored(owner):
             alone: torch.Tensor = self._losses.of(self._method, model, inputs, self._count.detach())
         restore_random_state(now)
         factor = self._layout.seq_data_parallel_size

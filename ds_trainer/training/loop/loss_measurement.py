@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -26,24 +25,17 @@ from ds_trainer.data.columns import base_model
 from ds_trainer.training.loop.batch_splitting import NotSplittable, samples_of_batch
 from ds_trainer.training.loop.batches import labels_in
 from ds_trainer.training.loop.device_copies import on_device
+from ds_trainer.training.loop.loss_passes import PAIRS, LossPasses
 from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting
 from ds_trainer.training.loop.loss_unit import SAMPLES, Unit, units_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import CHECK, get_logger
-from ds_trainer.utils.row_random import DrawsOfSamples
-from ds_trainer.utils.seeds import random_state, restore_random_state
+from ds_trainer.utils.plain_attributes import plain_attributes_restored
 from ds_trainer.utils.undisturbed import train_but_for_noise, undisturbed
 
 logger = get_logger(__name__)
 
 _READ = 16  # samples of a dataset that are looked at to find two that differ
-_SMALLEST = 1e-6  # a loss below is taken as 0
-_SPLITS: Mapping[int, tuple[tuple[list[int], list[int]], ...]] = {
-    2: (([0], [1]),),
-    3: (([0], [1, 2]), ([0, 1], [2])),
-    4: (([0, 1], [2, 3]), ([0, 2], [1, 3])),
-}
-"""By the number of samples: two ways to cut them in two parts. Pairs, where possible: some losses need two samples."""
 
 
 def measured_weighting(
@@ -51,6 +43,8 @@ def measured_weighting(
     model: nn.Module,
     batch: Any,
     items: ItemCounter,
+    owner: Any = None,
+    replica: int = 0,
     more: Callable[[], Any] | None = None,
     training: bool = False,
     kept: Mapping[str, Any] | None = None,
@@ -65,23 +59,32 @@ def measured_weighting(
         model: the model or its engine.
         batch: a micro-batch of this rank; that of the first rank whose samples can tell is measured.
         items: counts the items of a batch, the first candidate.
+        owner: what ``loss_of`` keeps here is as before afterwards.
+        replica: index of this rank's replica.
         more: reads a batch of two samples that differ, if no ``batch`` can tell; None if there is no dataset.
         training: whether the losses are those of a training: the model is in training mode, but for dropout modules and
             statistics of batches. Otherwise it is in evaluation mode.
         kept: :meth:`Weighting.to_json` of a checkpoint, which counts as long as the losses agree with it.
     """
     before = None if kept is None else weighting_from(kept, items)
-    with undisturbed(model):
+    with undisturbed(model), nullcontext() if owner is None else plain_attributes_restored(owner):
         whole, reason = _samples(batch, items, more)
         first, own = units_of(whole, items.label_names, getattr(base_model(model), "config", None))
         units: list[Any] = [*([] if before is None else [before.count]), *first, items, SAMPLES, *own]
         found = None
         for mode in (training, not training) if whole is not None else ():
             (train_but_for_noise if mode else nn.Module.eval)(model)
-            found = _Passes(loss_of, model, whole, units, mode)
+            found = LossPasses(loss_of, model, whole, units, mode, replica)
             found.run()
             if not found.error and (found.fits or not found.drew or found.repeats):
                 break
+        fails = found is not None and not found.fits and found.among_ranks is None
+        if fails and (pairs := _pairs(batch, items)) is not None:
+            (train_but_for_noise if training else nn.Module.eval)(model)
+            of_pairs = LossPasses(loss_of, model, pairs, units, training, replica, PAIRS)
+            of_pairs.run()
+            if of_pairs.fits or of_pairs.among_ranks is not None:
+                found = of_pairs
     verdict = _verdict(type(base_model(model)).__name__, found, units, items, reason, before)
     # Of a loss that is not additive, an evaluation would say the same again.
     return replace(verdict, for_evaluation=found is None or found.for_evaluation or not verdict.additive)
@@ -104,8 +107,28 @@ def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None) -> 
     return on_device(chosen, _device_of(batch)), reason
 
 
+def _pairs(batch: Any, items: ItemCounter) -> Any:
+    """Two samples of two rows each, the same on all ranks; None if no batch can be of pairs. Collective.
+
+    Preference losses get the rows of all chosen answers before those of all rejected ones, and no labels.
+    """
+    unlabeled = isinstance(batch, Mapping) and labels_in(batch, items.label_names) is None
+    rows = number_of_samples(batch) if unlabeled and not isinstance(batch, Dummy) else 0
+    world, rank = distributed.world_size(), distributed.rank()
+    [first] = distributed.agree(torch.tensor([world - rank if rows >= 4 and rows % 2 == 0 else 0]))
+    chosen = None
+    if first == world - rank:
+        half = rows // 2
+        try:
+            chosen = on_device(samples_of_batch(batch, [0, half - 1, half, rows - 1]), torch.device("cpu"))
+        except NotSplittable:
+            chosen = None
+    chosen = distributed.broadcast_object(chosen, world - first) if first else None
+    return None if chosen is None else on_device(chosen, _device_of(batch))
+
+
 def _verdict(
-    name: str, found: _Passes | None, units: list[Any], items: ItemCounter, reason: str, before: Weighting | None
+    name: str, found: LossPasses | None, units: list[Any], items: ItemCounter, reason: str, before: Weighting | None
 ) -> Weighting:
     """What the losses of model ``name`` say; logs it on the main process."""
     log = logger.info if distributed.rank() == 0 else logger.debug
@@ -121,6 +144,10 @@ def _verdict(
         log(_UNKNOWN, name, reason, "as in the checkpoint" if before else "by items")
         return counted
     fits, total = found.fits, len(units)
+    if found.among_ranks is not None:
+        if before is None or before.additive:
+            warn(_AMONG_RANKS, name, *found.among_ranks)
+        return replace(before, additive=False) if before else Weighting(items, additive=False, settled=True)
     if before is not None:
         if (not fits) if not before.additive else (total if before.summed else 0) in fits:
             return before
@@ -156,6 +183,11 @@ _UNKNOWN = "It could not be measured what the loss of %s is the mean of: %s. It 
 _CHANGED = (
     "The loss of %s is not what it was when the checkpoint was written (%s)%s. It is weighted as it is now; if the "
     "code of the loss is the same, compare the batches."
+)
+_AMONG_RANKS = (
+    "The loss of %s depends on the samples of other ranks, with which it communicates (%.4g; with other samples there "
+    "%.4g): loss, gradient and eval_loss depend on the number of ranks and on which samples they have together, so "
+    "keep the ranks, per_device_train_batch_size and per_device_eval_batch_size."
 )
 _NOT_ADDITIVE = (
     "The loss of %s for some samples does not follow from the losses of parts of them%s: loss, gradient and eval_loss "
@@ -225,158 +257,3 @@ def _most_different(batch: Any, items: ItemCounter) -> tuple[Any, str]:
 def _device_of(batch: Any) -> torch.device:
     values = batch.values() if isinstance(batch, Mapping) else ()
     return next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
-
-
-class _Passes:
-    """Losses of some samples and of parts of them, in the mode that the model is in.
-
-    Args:
-        loss_of, model: see :func:`measured_weighting`.
-        whole: two to four samples.
-        units: the candidates.
-        training: whether the model is in training mode.
-
-    Attributes:
-        whole: see above.
-        residuals: how far the loss of all is from the mean of the parts by each candidate, and from their sum: relative
-            to the largest loss, the largest of all ranks; -1 if the losses are 0.
-        fits: the candidates for which rounding explains it; the number of them stands for the sum.
-        error: the first one on this or another rank; empty without.
-        drew, foreign: whether random numbers were drawn, and whether by NumPy or Python.
-        repeats: whether each sample drew the same ones in all passes, as far as that is known.
-        for_evaluation: whether the result is known to hold in evaluation mode.
-    """
-
-    def __init__(
-        self, loss_of: Callable[[Any], Any], model: nn.Module, whole: Any, units: list[Any], training: bool
-    ) -> None:
-        self.whole, self._loss_of, self._model, self._training = whole, loss_of, model, training
-        self._splits = _SPLITS[number_of_samples(whole)]
-        self._parts = [[samples_of_batch(whole, rows) for rows in split] for split in self._splits]
-        self._counts = [[[float(unit.rows(part).sum()) for part in pair] for unit in units] for pair in self._parts]
-        self._start = random_state()
-        self._losses: list[float] = []
-        self.error, self.drew, self.foreign = "", False, False
-        self.residuals: list[float] = []
-        self.fits: list[int] = []
-        self.repeats, self.for_evaluation = False, not training
-
-    def run(self) -> None:
-        """Compute the losses. Collective."""
-        everything = list(range(number_of_samples(self.whole)))
-        self._add(everything, self.whole, None)
-        start, end = self._start, random_state()
-        drew = not torch.equal(start["torch"], end["torch"]) or not _same_cuda(start, end)
-        foreign = start["python"] != end["python"] or not np.array_equal(start["numpy"][1], end["numpy"][1])
-        foreign = foreign or start["numpy"][2] != end["numpy"][2]
-        drew, foreign = map(bool, distributed.agree(torch.tensor([int(drew), int(foreign)])))
-        self.drew, self.foreign = drew or foreign, foreign
-        draws = DrawsOfSamples(len(everything)) if drew else None
-        while True:
-            if draws is not None:
-                self._losses = []
-                self._add(everything, self.whole, draws)
-            self._add_split(0, draws)
-            if (self.fits or max(self.residuals) < 0) and len(self._splits) > 1:
-                self._add_last_split(draws)
-            if draws is None or not distributed.agree(torch.tensor([int(not draws.fits)]))[0]:
-                break
-            draws = draws.by_row()
-        self.repeats = not foreign and draws is not None and bool(draws.drawn) and not draws.hidden
-        if self._training and not drew and len(self._splits) == 1 and self.fits:
-            self._model.eval()  # a part of one sample would not tell
-            trained = self._losses[0]
-            self._add(everything, self.whole, None)
-            evaluated = self._losses.pop()
-            near = abs(trained - evaluated) <= _tolerance(self._model) * max(abs(trained), abs(evaluated))
-            self.for_evaluation = not distributed.agree(torch.tensor([int(not near)]))[0]
-
-    def _add_last_split(self, draws: DrawsOfSamples | None) -> None:
-        """Add the second split: in evaluation mode, to see whether that is the same, unless random numbers differ."""
-        if not self._training or draws is not None:
-            return self._add_split(1, draws)
-        self._model.eval()
-        first = self.fits
-        self._add_split(1, None)
-        self.for_evaluation = bool(self.fits)
-        if not self.fits and not self.error:
-            train_but_for_noise(self._model)
-            del self._losses[3:]
-            self.fits = first
-            self._add_split(1, None)
-
-    def _add_split(self, index: int, draws: DrawsOfSamples | None) -> None:
-        for rows, part in zip(self._splits[index], self._parts[index], strict=True):
-            self._add(rows, part, draws)
-        self._judge()
-
-    def _add(self, rows: list[int], batch: Any, draws: DrawsOfSamples | None) -> None:
-        """Add the loss of ``batch``, with the same random numbers as before."""
-        restore_random_state(self._start)
-        try:
-            with nullcontext() if draws is None else draws.of(rows):
-                loss = self._loss_of(batch)
-            self._losses.append(float("nan") if loss is None else float(loss.detach().mean()))
-        except Exception as problem:  # a loss may need more samples than a part has; the real pass comes later
-            self._losses.append(float("nan"))
-            self.error = self.error or f"{type(problem).__name__}: {problem}".split("\n")[0].rstrip(".")
-
-    def _judge(self) -> None:
-        """Compare the losses so far. Collective."""
-        own = [self._residual(index) for index in [*range(len(self._counts[0])), None]]
-        votes = distributed.largest(torch.tensor([*own, float(bool(self.error))], dtype=torch.float64)).tolist()
-        self.residuals, failed = votes[:-1], votes[-1]
-        if failed and not self.error:
-            self.error = "an error on another rank"
-        bound = _tolerance(self._model)
-        # A candidate that rounding explains still loses to one that fits far better.
-        bound = min(bound, max(bound / 20, 10 * min(self.residuals)))
-        self.fits = [index for index, residual in enumerate(self.residuals) if residual <= bound]
-
-    def is_ambiguous(self) -> bool:
-        """Whether candidates that fit weight some parts differently, so that one of them is wrong."""
-        return any(self._differ(self.fits[0], index) for index in self.fits[1:])
-
-    def numbers(self) -> str:
-        """The first losses, for a message."""
-        return " ({:.4g}; parts {:.4g} and {:.4g})".format(*self._losses[:3])
-
-    def _residual(self, unit: int | None) -> float:
-        """How far the loss of all samples is from the mean of the parts, or their sum: relative, -1 if they are 0."""
-        worst, whole = -1.0, self._losses[0]
-        for index in range((len(self._losses) - 1) // 2):
-            losses = self._losses[1 + 2 * index : 3 + 2 * index]
-            scale = max(abs(loss) for loss in (whole, *losses) if loss == loss) if whole == whole else 0.0
-            if not _SMALLEST < scale < float("inf"):
-                continue
-            if unit is None:
-                mean = sum(losses)
-            else:
-                weights = self._counts[index][unit]
-                total = sum(weights)
-                added = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
-                mean = added / total if total else float("nan")
-            worst = max(worst, abs(mean - whole) / scale if mean - mean == 0 else float("inf"))
-        return worst
-
-    def _differ(self, one: int, other: int) -> bool:
-        for counts in self._counts:
-            if len(counts) in (one, other):  # the sum
-                return True
-            first, second = (counts[index][0] / (sum(counts[index]) or 1.0) for index in (one, other))
-            if abs(first - second) > _SMALLEST:
-                return True
-        return False
-
-
-def _same_cuda(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    return one["cuda"] is None or torch.equal(one["cuda"], two["cuda"])
-
-
-def _tolerance(model: nn.Module) -> float:
-    """The relative difference that rounding explains, in the precision of ``model``."""
-    autocast = getattr(model, "torch_autocast_enabled", None)
-    kinds = {parameter.dtype for parameter in model.parameters()}
-    if {torch.bfloat16, torch.float16} & kinds or torch.is_autocast_enabled() or (autocast is not None and autocast()):
-        return 3e-3
-    return 2e-5 if all(parameter.device.type == "cpu" for parameter in model.parameters()) else 2e-4
