@@ -303,7 +303,15 @@ class CheckpointManager:
         if manifest.engine == SHARDS:
             excluded = self._check_base(path)
             restore_engine_state(
-                self.engine, path, same, keep, manifest.files, True, states, self.writer_group, excluded
+                engine=self.engine,
+                directory=path,
+                same_layout=same,
+                keep=keep,
+                names=manifest.files,
+                trusted=True,
+                states=states,
+                writer_group=self.writer_group,
+                excluded=excluded,
             )
             shards = frozen_shards(self.engine, self.frozen.names.difference(excluded))
             self.frozen.record_load(path, manifest.files.values(), shards)

@@ -104,7 +104,16 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     if calibration is not None:
         cluster, goal = calibration.applied(cluster, goal)
         notes.append(f"For {model.family} on {cluster.device} the plans are {calibration.describe()}.")
-    return PlanRequest(model, config, cluster, goal, recipe, tuple(overrides), tuple(notes), options.as_written)
+    return PlanRequest(
+        model=model,
+        config=config,
+        cluster=cluster,
+        goal=goal,
+        recipe=recipe,
+        overrides=tuple(overrides),
+        notes=tuple(notes),
+        as_written=options.as_written,
+    )
 
 
 def _partly_frozen(config: Mapping[str, Any], name: str, recipe: Recipe) -> PlannedModel:

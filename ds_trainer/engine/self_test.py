@@ -211,7 +211,15 @@ def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.devic
     low = config.precision.compute
     precision = f"autocast {low}" if config.precision.autocast else low
     tolerance = TOLERANCE[config.coarsest_dtype]
-    report = GradientReport(engine.stage, precision, layout.tp, layout.world_size, 0.0, tolerance, wrong)
+    report = GradientReport(
+        stage=engine.stage,
+        precision=precision,
+        tp=layout.tp,
+        ranks=layout.world_size,
+        error=0.0,
+        tolerance=tolerance,
+        wrong=wrong,
+    )
     return _compare(found, norms, ranks, report) if found else report
 
 

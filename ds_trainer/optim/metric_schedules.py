@@ -48,7 +48,9 @@ class PlateauSchedule(ReduceLROnPlateau):
         min_lr: float | list[float] = 0.0,
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps)
+        super().__init__(
+            optimizer, mode, factor, patience, threshold, threshold_mode, cooldown=cooldown, min_lr=min_lr, eps=eps
+        )
 
     def get_last_lr(self) -> list[float]:  # type: ignore[override]
         """The learning rate of each parameter group."""

@@ -109,7 +109,16 @@ def attention(
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(f"self-attention of {query.shape[-2]} query tokens over {key.shape[-2]} key tokens")
     if sharding is None:
-        return _unsharded(query, key, value, causal, window, scale, attention_mask, position_ids)
+        return _unsharded(
+            query=query,
+            key=key,
+            value=value,
+            causal=causal,
+            window=window,
+            scale=scale,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+        )
     if query.shape[-2] != sharding.local_length:
         raise ValueError(
             f"attention got {query.shape[-2]} tokens, but this rank's shard has {sharding.local_length} of "
@@ -156,7 +165,9 @@ def _unsharded(
         and tuple(position_ids.shape) == documents.shape
         and can_attend(documents, query, key, value)
     ):
-        return document_attention(query, key, value, documents, causal, window, scale)
+        return document_attention(
+            query=query, key=key, value=value, documents=documents, causal=causal, window=window, scale=scale
+        )
     mask: torch.Tensor | None = None
     if attention_mask is not None:
         mask = attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :]

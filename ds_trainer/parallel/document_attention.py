@@ -136,7 +136,7 @@ def document_attention(
     """
     compute = _one_by_one if query.device.type == "cpu" else _varlen
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [all tokens, heads, dim]
-    out = compute(q, k, v, documents, causal, window, scale)
+    out = compute(q, k, v, documents, causal=causal, window=window, scale=scale)
     return out.unflatten(0, documents.shape).transpose(1, 2)
 
 

@@ -81,7 +81,9 @@ def _difference(device: torch.device, rows: int, dtype: torch.dtype, smoothing: 
     lse = tile.logsumexp(1)
     ones = torch.ones(4, device=device)
     spread = ones / 8 if smoothing else None
-    gradient = tile_kernels.gradient(tile, columns, lse, ones, -ones, spread, dtype)
+    gradient = tile_kernels.gradient(
+        tile=tile, columns=columns, lse=lse, share=ones, at_target=-ones, spread=spread, dtype=dtype
+    )
     expected = (tile - lse[:, None]).exp() - (0.125 if smoothing else 0.0)
     targets = torch.zeros(4, device=device)
     for token, column in ((0, 0), (1, rows - 1)):

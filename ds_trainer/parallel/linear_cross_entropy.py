@@ -354,7 +354,15 @@ def _gradient_of_tile(
         from ds_trainer.parallel import tile_kernels
 
         columns = tiles.columns(targets, rows)
-        return tile_kernels.gradient(linear, columns, lse, share, at_target, spread, tiles.products.factor_dtype)
+        return tile_kernels.gradient(
+            tile=linear,
+            columns=columns,
+            lse=lse,
+            share=share,
+            at_target=at_target,
+            spread=spread,
+            dtype=tiles.products.factor_dtype,
+        )
     if tiles.settings.functions:
         with torch.enable_grad():
             logits = tiles.logits(linear.requires_grad_(), rows)

@@ -67,7 +67,7 @@ def ring_attention(
         ValueError: shapes, dtypes, group or rank are inconsistent, or the window is not positive.
     """
     query, key, value = (cast_for_attention(tensor) for tensor in (query, key, value))
-    _check(query, key, value, plan, group, cp_rank, window)
+    _check(query=query, key=key, value=value, plan=plan, group=group, cp_rank=cp_rank, window=window)
     blocks = attention_blocks(plan, cp_rank, causal, window)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     out: Tensor = _RingAttention.apply(query, key, value, blocks, _Ring(group, cp_rank, plan.layout.cp), scale)

@@ -99,7 +99,15 @@ def reduce_bucket(
         network: None if unknown.
         source: where the width was read.
     """
-    return _chosen(hidden, element_bytes, stage, trainable, network, source, "trained elements")
+    return _chosen(
+        hidden=hidden,
+        element_bytes=element_bytes,
+        stage=stage,
+        elements=trainable,
+        network=network,
+        source=source,
+        which="trained elements",
+    )
 
 
 def prefetch_bucket(
@@ -118,7 +126,15 @@ def prefetch_bucket(
         network: None if unknown.
         source: where the width was read.
     """
-    found = _chosen(hidden, element_bytes, 3, total, network, source, "elements")
+    found = _chosen(
+        hidden=hidden,
+        element_bytes=element_bytes,
+        stage=3,
+        elements=total,
+        network=network,
+        source=source,
+        which="elements",
+    )
     return None if found is None else BucketSize(found.elements * 9 // 10, f"0.9 x bucket, {found.reason}")
 
 

@@ -77,7 +77,18 @@ def _single(model: nn.Module, groups: Sequence[ParameterGroup]) -> Transformer:
     matrices = [group for group in groups if len(group.shape) > 1 and group.kind != "embedding"]
     width = max((group.shape[-1] for group in matrices or groups if group.shape), default=1)
     weights = sum(group.total for group in matrices)
-    stack = Stack(1, width, 1, 1, 0, 0, 1, False, family=type(model).__name__, projection_weights=weights)
+    stack = Stack(
+        layers=1,
+        hidden_size=width,
+        heads=1,
+        kv_heads=1,
+        head_dim=0,
+        intermediate_size=0,
+        mlp_matrices=1,
+        causal=False,
+        family=type(model).__name__,
+        projection_weights=weights,
+    )
     return Transformer("other", (stack,), 0)
 
 

@@ -70,7 +70,7 @@ class PlannedModel:
                 groups = decoder_parameters(config, family, transformer.stacks[0], head=True)
                 if groups is not None:
                     rows = int(config["vocab_size"])
-                    return cls(name, family, tuple(groups), transformer, rows, _max_length(config), lora_rank)
+                    return cls(name, family, tuple(groups), transformer, rows, _max_length(config), lora_rank=lora_rank)
         from ds_trainer.planner.meta_model import meta_model
 
         return replace(cls.from_module(meta_model(config, name), name), lora_rank=lora_rank)

@@ -135,7 +135,15 @@ def prepare(recipe: Recipe) -> Inputs:
     held_out = tokenize(documents, tokenizer)
     eval_blocks = TokenBlocks(held_out.tokens, length, keep_ragged=True)
     text = b"".join(document.data for document in documents)
-    return Inputs(tokenizer, model_config, train, train_blocks, held_out, eval_blocks, text)
+    return Inputs(
+        tokenizer=tokenizer,
+        model_config=model_config,
+        train=train,
+        train_blocks=train_blocks,
+        eval=held_out,
+        eval_blocks=eval_blocks,
+        eval_text=text,
+    )
 
 
 def draw_baselines(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str, float]]) -> None:

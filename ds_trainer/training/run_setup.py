@@ -298,13 +298,13 @@ class RunSetup:
         own = "floating_point_ops" in assembly.overridden
         of_user = own or callable(getattr(trainer.model, "floating_point_ops", None))
         counter = assembly.telemetry.count_work(
-            trainer.model,
-            meter,
-            assembly.layout,
-            peak_of(assembly.compiled, assembly.device),
-            getattr(trainer.processing_class, "pad_token_id", None),
-            trainer.floating_point_ops if of_user else None,
-            assembly.packing.packed_format() if packs(args) else None,
+            model=trainer.model,
+            meter=meter,
+            layout=assembly.layout,
+            peak=peak_of(assembly.compiled, assembly.device),
+            padding=getattr(trainer.processing_class, "pad_token_id", None),
+            flops=trainer.floating_point_ops if of_user else None,
+            packed=assembly.packing.packed_format() if packs(args) else None,
         )
         assembly.events.handler.around = follow_script(engine) if self._runs_user_code() else nullcontext
         cut_for_ranks(run.loader, losses, counter, assembly.changed_methods(), args.auto_find_batch_size)

@@ -87,7 +87,15 @@ def export_checkpoint(
                 raise ConfigError(f"--model {model}: {checkpoint} describes its model itself. Remove --model.")
             described = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             describe_directory(model, described)
-        return _export(checkpoint, described, directory, max_shard_bytes, dtype, merge_lora, base)
+        return _export(
+            checkpoint=checkpoint,
+            described=described,
+            directory=directory,
+            max_shard_bytes=max_shard_bytes,
+            dtype=dtype,
+            merge_lora=merge_lora,
+            base=base,
+        )
 
 
 def _export(

@@ -198,7 +198,17 @@ def describe(model: Any, files: list[str]) -> ModelDescription:
         for section in sections_of(model, [tensor.weight() for tensor in tensors])
         if section.tensors != section.entries
     ]
-    return ModelDescription(kind.__name__, known, tensors, files, name_or_path, adapters, active, wrapped, sections)
+    return ModelDescription(
+        model_class=kind.__name__,
+        from_transformers=known,
+        tensors=tensors,
+        files=files,
+        name_or_path=name_or_path,
+        adapters=adapters,
+        active=active,
+        wrapped=wrapped,
+        sections=sections,
+    )
 
 
 def _configuration_of(config: Any) -> Any:

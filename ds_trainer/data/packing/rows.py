@@ -201,7 +201,15 @@ def _cut(lengths: Integers, max_length: int) -> PackedRows:
     starts = first - (ends[samples] - lengths[samples])
     rows = first // max_length
     count = -(-total // max_length)
-    summary = PackingSummary(max_length, int((lengths > 0).sum()), count, len(first), total, 0, int((starts > 0).sum()))
+    summary = PackingSummary(
+        max_length=max_length,
+        samples=int((lengths > 0).sum()),
+        rows=count,
+        pieces=len(first),
+        tokens=total,
+        dropped=0,
+        cut=int((starts > 0).sum()),
+    )
     return PackedRows(
         samples,
         starts.astype(np.int32),

@@ -37,15 +37,18 @@ class PublishedRun:
     source: str
 
 
-PUBLISHED = (
-    PublishedRun(8.03e9, False, "H100", 8, 8192, 5762, 0.337, "torchtitan benchmarks, Llama 3 8B, 2024-12"),
-    PublishedRun(8.03e9, True, "H100", 1, 4096, 12473, 0.461, "NeMo AutoModel performance summary, Llama 3 8B LoRA"),
-    PublishedRun(7.62e9, True, "H100", 1, 4096, 14110, 0.475, "NeMo AutoModel performance summary, Qwen2.5 7B LoRA"),
-    PublishedRun(32.8e9, True, "H100", 8, 4096, 2250, 0.328, "NeMo AutoModel performance summary, Qwen2.5 32B LoRA"),
-    PublishedRun(70.6e9, True, "H100", 8, 4096, 1092, 0.343, "NeMo AutoModel performance summary, Llama 3 70B LoRA"),
-    PublishedRun(70.6e9, False, "H100", 64, 8192, 867, 0.422, "NeMo AutoModel performance summary, Llama 3 70B"),
-    PublishedRun(70.6e9, False, "H100", 256, 8192, 652, 0.317, "torchtitan asyncTP, Llama 3 70B bf16, 2025-06"),
-    PublishedRun(14.8e9, False, "H200", 8, 2048, 810, 0.073, "DeepSpeed pull request 8186, Qwen3 14B, ZeRO-Offload"),
+PUBLISHED = tuple(
+    PublishedRun(*row)
+    for row in (
+        (8.03e9, False, "H100", 8, 8192, 5762, 0.337, "torchtitan benchmarks, Llama 3 8B, 2024-12"),
+        (8.03e9, True, "H100", 1, 4096, 12473, 0.461, "NeMo AutoModel performance summary, Llama 3 8B LoRA"),
+        (7.62e9, True, "H100", 1, 4096, 14110, 0.475, "NeMo AutoModel performance summary, Qwen2.5 7B LoRA"),
+        (32.8e9, True, "H100", 8, 4096, 2250, 0.328, "NeMo AutoModel performance summary, Qwen2.5 32B LoRA"),
+        (70.6e9, True, "H100", 8, 4096, 1092, 0.343, "NeMo AutoModel performance summary, Llama 3 70B LoRA"),
+        (70.6e9, False, "H100", 64, 8192, 867, 0.422, "NeMo AutoModel performance summary, Llama 3 70B"),
+        (70.6e9, False, "H100", 256, 8192, 652, 0.317, "torchtitan asyncTP, Llama 3 70B bf16, 2025-06"),
+        (14.8e9, False, "H200", 8, 2048, 810, 0.073, "DeepSpeed pull request 8186, Qwen3 14B, ZeRO-Offload"),
+    )
 )
 
 

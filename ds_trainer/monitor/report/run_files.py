@@ -71,10 +71,10 @@ class RunFiles:
             read_records(directory / METRICS_NAME),
             read_sessions(directory),
             read_records(directory / "health" / "stragglers.jsonl"),
-            _mapping(directory / "profile" / "profile.json"),
-            _mapping(directory / "results.json"),
-            _mapping(directory / DATA_CARD_NAME),
-            sorted(str(path.relative_to(directory)) for path in incidents),
+            profile=_mapping(directory / "profile" / "profile.json"),
+            results=_mapping(directory / "results.json"),
+            data=_mapping(directory / DATA_CARD_NAME),
+            notes=sorted(str(path.relative_to(directory)) for path in incidents),
         )
 
     @property

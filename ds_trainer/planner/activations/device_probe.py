@@ -100,7 +100,17 @@ def _probed(
     name = torch.cuda.get_device_name() if kind == "cuda" else "the CPU"
     context, fragmentation = device_facts
     seconds = time.perf_counter() - began
-    made = Probe(name, "sdpa", number_format, lengths, (layer[0], layer[1]), loss, context, fragmentation, seconds)
+    made = Probe(
+        device=name,
+        attention="sdpa",
+        number_format=number_format,
+        lengths=lengths,
+        layer=(layer[0], layer[1]),
+        loss=loss,
+        context=context,
+        fragmentation=fragmentation,
+        seconds=seconds,
+    )
     predicted = predicted_layer(model, made)
     if not made.is_credible(predicted):
         raise ConfigError(

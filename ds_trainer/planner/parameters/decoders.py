@@ -230,9 +230,23 @@ def _linear(
     name: str, rows: int, columns: int, kind: str, layers: int, *, bias: bool, split: int, unit: int = 1
 ) -> list[ParameterGroup]:
     """A linear layer of each layer: outputs times inputs. ``split`` 0 partitions outputs, 1 inputs."""
-    groups = [ParameterGroup(f"{name}.weight", (rows, columns), kind, layers, split, 0, unit)]
+    groups = [
+        ParameterGroup(
+            name=f"{name}.weight", shape=(rows, columns), kind=kind, copies=layers, split=split, stack=0, unit=unit
+        )
+    ]
     if bias:
-        groups.append(ParameterGroup(f"{name}.bias", (rows,), kind, layers, 0 if split == 0 else None, 0, unit))
+        groups.append(
+            ParameterGroup(
+                name=f"{name}.bias",
+                shape=(rows,),
+                kind=kind,
+                copies=layers,
+                split=0 if split == 0 else None,
+                stack=0,
+                unit=unit,
+            )
+        )
     return groups
 
 

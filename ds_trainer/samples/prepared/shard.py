@@ -182,7 +182,15 @@ class _Samples:
         self._tell()
         lengths = np.asarray(self._lengths, np.int32)
         image_bytes = sum(map(len, images))
-        record = ShardRecord(number, len(lengths), len(trained), masked, file.size, file.checksum, image_bytes)
+        record = ShardRecord(
+            number=number,
+            samples=len(lengths),
+            tokens=len(trained),
+            masked=masked,
+            size=file.size,
+            checksum=file.checksum,
+            images=image_bytes,
+        )
         return ShardResult(record, lengths, self._targets, self.counts)
 
     def _tell(self) -> None:

@@ -56,7 +56,15 @@ def model_directory(
             f"{name_or_path!r} is not a directory (working directory: {Path.cwd()}) and not a valid repository name."
             f"{near} Pass the directory of a saved model, or a Hub repository such as 'me/my-model'."
         )
-    return _Download(name_or_path, revision, token, cache_dir, subfolder, local_files_only, weights).directory()
+    return _Download(
+        name=name_or_path,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        subfolder=subfolder,
+        local_files_only=local_files_only,
+        weights=weights,
+    ).directory()
 
 
 def _sibling_directories(path: Path) -> list[str]:

@@ -102,7 +102,15 @@ def from_pretrained(
     else:
         config = read_config(config, directory, name, trust_remote_code, config_overrides)
         request = LoadRequest(
-            name, directory, config, auto_class, dtype, allow_new_weights, key_mapping, seed, trust_remote_code
+            name=name,
+            directory=directory,
+            config=config,
+            auto_class=auto_class,
+            dtype=dtype,
+            allow_new_weights=allow_new_weights,
+            key_mapping=key_mapping,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
         )
         source = None
         if is_quantized(name, config) or quantization is not None:

@@ -109,13 +109,13 @@ class FirstSteps:
         main_input = getattr(run.model, "main_input_name", "input_ids")
         losses.first_samples = SeenSamples(main_input)
         census = BatchCensus(
-            losses.label_names,
-            main_input,
-            losses.rule.count.shifted,
-            source_names(dataset),
-            len(dataset) if hasattr(dataset, "__len__") else None,
-            run.engine.layout.dp,
-            losses.first_samples,
+            label_names=losses.label_names,
+            main_input=main_input,
+            shifted=losses.rule.count.shifted,
+            sources=source_names(dataset),
+            samples=len(dataset) if hasattr(dataset, "__len__") else None,
+            replicas=run.engine.layout.dp,
+            seen=losses.first_samples,
         )
         method = None if "training_step" in overridden else methods.compute_loss
         return cls(run, losses, method, methods.prepare_inputs, census)

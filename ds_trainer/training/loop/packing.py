@@ -104,14 +104,16 @@ class Packing:
             return
         evaluates_in_bf16 = self._assembly.args.bf16_full_eval and not self._trainer.is_in_train
         run = PackedPass(
-            model,
-            self._mean_loss,
-            self._assembly.losses.rule.count,
-            self._trainer._prepare_inputs,
-            self._shard_of,
-            self._sum_of_shards,
-            "bf16" if evaluates_in_bf16 else number_format(self._assembly.compiled, self._assembly.device),
-            has_experts(self._trainer.model),
+            model=model,
+            loss=self._mean_loss,
+            count=self._assembly.losses.rule.count,
+            prepare=self._trainer._prepare_inputs,
+            sharded=self._shard_of,
+            sum_of_shards=self._sum_of_shards,
+            number_format="bf16"
+            if evaluates_in_bf16
+            else number_format(self._assembly.compiled, self._assembly.device),
+            experts=has_experts(self._trainer.model),
         )
         equality = check_packed_model(batch, self.packed_format(), run)
         self.proven = True

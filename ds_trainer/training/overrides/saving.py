@@ -212,7 +212,13 @@ class Saving(TrainerBase):
             return
         dataset = self.eval_dataset if self.eval_dataset is not None else self.train_dataset
         source = CardSource(
-            self.model, self.args, self.state, assembly.batch_plan, assembly.compiled, self.optimizer, dataset
+            model=self.model,
+            args=self.args,
+            state=self.state,
+            batch_plan=assembly.batch_plan,
+            config=assembly.compiled,
+            optimizer=self.optimizer,
+            dataset=dataset,
         )
         try:
             text = card_text(facts_of(source, publisher.card_arguments))

@@ -148,7 +148,13 @@ class Checkpointer:
     def _new_guard(self, restored: Any) -> DivergenceGuard:
         run, size = self._run, self._run.batch_plan.global_batch_size
         return DivergenceGuard(
-            run.events, run.engine, size, self.cursor.samples_ahead, self.roll_back, run.log, restored
+            events=run.events,
+            engine=run.engine,
+            global_batch_size=size,
+            samples_ahead=self.cursor.samples_ahead,
+            roll_back=self.roll_back,
+            log=run.log,
+            restored=restored,
         )
 
     def _merged_state(self, resumed: TrainerState, at: DataPosition) -> TrainerState:
@@ -363,14 +369,14 @@ class Checkpointer:
             Path(best) if best is not None else None,
         )
         return CheckpointManager(
-            self._directory.path,
-            run.engine,
-            self._directory.writer_group,
-            retention,
-            arguments_digest(args.to_json_string()),
-            self._model_files.plan(),
-            self._frozen,
-            self._base,
+            output_dir=self._directory.path,
+            engine=run.engine,
+            writer_group=self._directory.writer_group,
+            retention=retention,
+            arguments=arguments_digest(args.to_json_string()),
+            model=self._model_files.plan(),
+            frozen=self._frozen,
+            base=self._base,
         )
 
     def _announce_size(self) -> None:

@@ -193,7 +193,15 @@ def configure(inputs: TrainerInputs) -> RunConfiguration:
         loss_function=inputs.compute_loss_func is not None,
         smoothed=smoother is not None,
     )
-    return RunConfiguration(layout, config, label_names, sharder, unsharded, smoother, rule)
+    return RunConfiguration(
+        layout=layout,
+        config=config,
+        label_names=label_names,
+        sharder=sharder,
+        unsharded=unsharded,
+        smoother=smoother,
+        rule=rule,
+    )
 
 
 def check_packing_support(inputs: TrainerInputs, layout: ParallelLayout) -> None:
@@ -240,7 +248,14 @@ def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig
         total_steps = RunPlan.of(args, micro_steps).max_steps
     shape = ModelShape.from_model(inputs.model)
     return compile_config(
-        args, layout, shape, args.device_type, client_optimizer, Environment(), total_steps, cluster=_cluster(args)
+        args=args,
+        layout=layout,
+        shape=shape,
+        device=args.device_type,
+        client_optimizer=client_optimizer,
+        environment=Environment(),
+        total_steps=total_steps,
+        cluster=_cluster(args),
     )
 
 

@@ -31,7 +31,15 @@ def print_header(
     ``estimate`` is the prediction of the run as text, ``prediction`` as plain data.
     """
     if run.is_main_process:
-        summary = _summary(run, engines, telemetry, train_dataset, eval_dataset, resumed_from, estimate)
+        summary = _summary(
+            run=run,
+            engines=engines,
+            telemetry=telemetry,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            resumed_from=resumed_from,
+            estimate=estimate,
+        )
         print(header_text(summary), flush=True)
         telemetry.recorder.begin(summary, prediction, run)
 

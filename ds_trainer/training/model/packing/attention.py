@@ -99,7 +99,15 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **rest
             )
         documents, request = attention_mask.documents, attention_mask.request
-        out = document_attention(query, key, value, documents, request.causal, request.window, scaling)
+        out = document_attention(
+            query=query,
+            key=key,
+            value=value,
+            documents=documents,
+            causal=request.causal,
+            window=request.window,
+            scale=scaling,
+        )
         return out.transpose(1, 2).contiguous(), None
 
     return packed_attention

@@ -207,7 +207,11 @@ def _compare(rows: _Rows, run: PackedPass) -> Equality:
     limits = (run.rounding[0], *run.rounding, 0.0)
     if all(found <= limit for found, limit in zip(agreed, limits, strict=True)):
         return Equality(_SAMPLES, outputs_differ, loss_differs, neighbors)
-    raise ConfigError(_refusal(agreed, limits, (targets, in_rows), rows, run, packed, tokens))
+    raise ConfigError(
+        _refusal(
+            found=agreed, limits=limits, counts=(targets, in_rows), rows=rows, run=run, packed=packed, tokens=tokens
+        )
+    )
 
 
 def _run(batch: dict[str, Any], run: PackedPass, key: Any) -> tuple[float | None, torch.Tensor | None, torch.Tensor]:

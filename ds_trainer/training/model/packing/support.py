@@ -123,14 +123,14 @@ def packed_format(
         of_sdpa = PairMask.BOOLEAN if compiles else PairMask.DEFERRED
         pair_mask = PairMask.ADDITIVE if attention == "eager" else of_sdpa
     return PackedFormat(
-        tuple(label_names),
-        shifts_labels(core),
-        _first_position(core),
-        padding_token(core, processing_class),
-        pair_mask,
-        flash,
-        bool(library) and _recurrent_layers(model),
-        "attention_mask" in forward_names(core) or accepts_any_keyword(core),
+        label_names=tuple(label_names),
+        shifts_labels=shifts_labels(core),
+        first_position=_first_position(core),
+        pad_token_id=padding_token(core, processing_class),
+        pair_mask=pair_mask,
+        flash=flash,
+        numbers=bool(library) and _recurrent_layers(model),
+        takes_mask="attention_mask" in forward_names(core) or accepts_any_keyword(core),
     )
 
 

@@ -132,7 +132,11 @@ def sharded_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **rest
         )
         return unsharded
-    problems = list(_call_problems(module, query, key, attention_mask, dropout, rest, sharding))
+    problems = list(
+        _call_problems(
+            module=module, query=query, key=key, mask=attention_mask, dropout=dropout, rest=rest, sharding=sharding
+        )
+    )
     if problems:
         raise ConfigError(problems)
     if isinstance(attention_mask, RequestedMask):
