@@ -20,6 +20,7 @@ from ds_trainer.arguments.compat.renamed_arguments import older_names, translate
 from ds_trainer.arguments.completion import fill_in
 from ds_trainer.arguments.overrides import ORIGIN, overrides_for
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.logging import one_error_per_job
 from ds_trainer.utils.problems import Problems
 from ds_trainer.utils.replaced_transformers import arguments_made
 
@@ -41,6 +42,7 @@ class ArgumentsType(type):
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         """Construct the object; problems of all arguments are raised together."""
+        one_error_per_job()
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         keywords, deprecations, translation_problems = translate(keywords, declared=parameters)
         warn_renamed(deprecations + older_names(keywords))

@@ -45,6 +45,7 @@ from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file, read_user_json
+from ds_trainer.utils.logging import one_error_per_job
 
 
 def HfArg(
@@ -90,6 +91,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", FlagFormatter)
         super().__init__(**kwargs)
+        one_error_per_job()
         types = [] if dataclass_types is None else dataclass_types
         self.dataclass_types: list[Any] = [types] if dataclasses.is_dataclass(types) else list(types)
         self._topics: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
+from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.step_line import phrases, step_line
 from ds_trainer.monitor.units import human_duration
 from ds_trainer.utils.printable import one_line
@@ -81,7 +82,8 @@ class _LogPrinter(TrainerCallback):
         The estimate includes evaluations and saves at the rate seen so far.
         """
         line = one_line(redacted(step_line(logs, state.global_step, state.max_steps, max_str_len)))
-        if self._began is None or ("train_runtime" in logs and "loss" not in logs):  # the summary has its own times
+        is_summary = "train_runtime" in logs and logs.keys().isdisjoint(LOSSES)  # which has its own times
+        if self._began is None or is_summary:
             return line
         (began, first_step), step = self._began, state.global_step
         elapsed = time.monotonic() - began
@@ -137,8 +139,9 @@ class ProgressCallback(_LogPrinter):
         """Show the logs."""
         if not state.is_world_process_zero or not logs:
             return
-        if self.training_bar is not None and "loss" in logs:
-            self.training_bar.set_postfix_str("".join(phrases({"loss": logs["loss"]})), refresh=False)
+        losses = {name: logs[name] for name in LOSSES if name in logs}
+        if self.training_bar is not None and losses:
+            self.training_bar.set_postfix_str("".join(phrases(losses)), refresh=False)
         tqdm.write(self._line(logs, state, self.max_str_len))
         sys.stdout.flush()  # into a pipe or a file, lines would wait for a full buffer
 

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     parser.add_argument(
         "--load", metavar="DIR", help="only measure how fast the weights in this model directory are read"
     )
-    parser.add_argument("--load-bytes", metavar="SIZE", help="with --load: read at most this much; default: 4GiB")
+    parser.add_argument("--load-bytes", metavar="SIZE", help="with --load: read at most this much; default: 4GB")
     parser.usage = (
         "ds-trainer doctor [RECIPE] [--json] [--no-gradients] [--timeout SECONDS] [--section.key value ...]\n"
         "       ds-trainer doctor [--json] [--no-gradients] [--timeout SECONDS] [--argument value ...]\n"

@@ -43,6 +43,7 @@ from ds_trainer.cli.argv import (
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE, FAILED, code_of
+from ds_trainer.utils.logging import MAIN_FIRST_SECONDS
 from ds_trainer.utils.outcomes import record_outcome
 from ds_trainer.utils.printable import shown
 from ds_trainer.utils.ranks import likely_rank
@@ -64,8 +65,6 @@ SUBCOMMANDS = {
     "arguments": arguments,
     "support": support,
 }
-# How long other ranks wait for the main process to print its error: launchers end all ranks as soon as one fails.
-_MAIN_FIRST_SECONDS = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +121,7 @@ def print_error(message: str) -> None:
     if rank == 0:
         print(f"ds-trainer: {shown(message)}", file=sys.stderr, flush=True)
         return
-    time.sleep(_MAIN_FIRST_SECONDS)
+    time.sleep(MAIN_FIRST_SECONDS)
     print(f"ds-trainer (rank {rank}): {shown(message)}", file=sys.stderr, flush=True)
 
 
@@ -133,7 +132,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog.partition(' ')[2]}: {message}. See {self.prog} --help.".removeprefix(": "))
 
 
-def _run(args: list[str]) -> int:
+def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a command line, and the words that the subcommand reads itself: overrides of a recipe.
+
+    Raises:
+        ConfigError: a wrong argument; SystemExit after ``--help`` and the like.
+    """
     overrides: list[str] = []
     if not getattr(SUBCOMMANDS.get(args[0] if args else ""), "TAKES_RAW_ARGV", False):
         args, overrides = split_overrides(without_local_rank(args))
@@ -156,8 +160,13 @@ def _run(args: list[str]) -> int:
         if unknown:
             parser.error(f"unknown option {unknown[0]!r}")
         parser.print_help()
-        return 2
+        parser.exit(2)
     refuse_misspelled(options.subcommand, unknown, subparsers.choices[options.subcommand])
     refuse_impossible_paths(subparsers.choices[options.subcommand], options)
+    return options, overrides + unknown  # the recipe reports unknown arguments, with suggestions
+
+
+def _run(args: list[str]) -> int:
+    options, rest = parse(args)
     run: Callable[[argparse.Namespace, Sequence[str]], int] = SUBCOMMANDS[options.subcommand].run
-    return run(options, overrides + unknown)  # the recipe reports unknown arguments, with suggestions
+    return run(options, rest)

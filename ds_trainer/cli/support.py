@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from ds_trainer.arguments.accelerator_config import EFFECTS
@@ -14,7 +18,8 @@ from ds_trainer.config.schema import load_schema
 from ds_trainer.utils.errors import ConfigError
 
 HELP = "print what is supported, what is rejected, and what to use instead"
-DESCRIPTION = """Print the support matrix as Markdown, from the tables that the checks use."""
+DESCRIPTION = """Print the support matrix from the tables that the checks use: as text in a terminal, otherwise as
+Markdown."""
 
 
 def configure(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -25,7 +30,10 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print the matrix and return the exit code."""
     if argv:
         raise ConfigError(f"ds-trainer support: {' '.join(argv)} is not an argument.")
-    print(support_matrix())
+    text = support_matrix()
+    if sys.stdout.isatty():
+        text = terminal_text(text, min(100, shutil.get_terminal_size().columns))
+    print(text)
     return 0
 
 
@@ -65,6 +73,27 @@ def support_matrix() -> str:
         table(("key", "replacement"), [(f"`{key}`", text) for key, text in schema.removed.items()]),
     ]
     return "\n\n".join(parts)
+
+
+def terminal_text(markdown: str, width: int) -> str:
+    """The page without Markdown: a row of a table is its first cell, and below it the others with their heads."""
+    lines: list[str] = []
+    heads: list[str] = []
+    for line in markdown.replace("`", "").splitlines():
+        if not line.startswith("| "):
+            heads = []
+            plain = re.sub(r"\*(.+?)\*", r"\1", line)
+            lines += [plain.lstrip("# ").upper()] if line.startswith("#") else textwrap.wrap(plain, width) or [""]
+            continue
+        cells = [cell.replace("\\|", "|").strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not heads:
+            heads = cells
+        elif set(cells) != {"---"}:
+            filled = [(head, cell) for head, cell in zip(heads[1:], cells[1:], strict=True) if cell]
+            lines += textwrap.wrap(cells[0] or filled.pop(0)[1], width)
+            for head, cell in filled:
+                lines += textwrap.wrap(f"{head}: {cell}", width, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def _rules(rules: Iterable[Rule]) -> str:

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if recipe.task.uses_library:
         from ds_trainer.compatibility.replacement import replace_transformers
 
-        replace_transformers()  # the trainers of libraries inherit from transformers' Trainer
+        replace_transformers(announce=False)  # libraries' trainers inherit from transformers'; the header says it
     from ds_trainer.recipes.jobs import run as run_job  # after the quick checks, since it imports torch
 
     return _told(run_job(recipe))

@@ -35,10 +35,11 @@ from ds_trainer.utils.ranks import likely_rank
 from ds_trainer.utils.replaced_transformers import set_replaced
 
 
-def replace_transformers() -> None:
-    """Replace the names of :data:`REPLACED` in this process; the main process prints one line. Imports nothing of it.
+def replace_transformers(announce: bool = True) -> None:
+    """Replace the names of :data:`REPLACED` in this process; imports nothing of it. A second call does nothing.
 
-    A second call does nothing.
+    Args:
+        announce: whether the main process prints one line.
 
     Raises:
         ConfigError: modules imported before define subclasses of the original classes; nothing is replaced then.
@@ -53,10 +54,10 @@ def replace_transformers() -> None:
     set_replaced(_join_ranks)
     if originals:
         _replace_globals(originals)
-    if likely_rank(os.environ) == 0:
+    if announce and likely_rank(os.environ) == 0:
         print(
-            f"ds-trainer: this process uses ds_trainer {ds_trainer.__version__} in place of transformers' "
-            f"{', '.join(all_names())}.",
+            f"ds-trainer: this process uses ds_trainer {ds_trainer.__version__} in place of transformers' Trainer, "
+            f"TrainingArguments and {len(all_names()) - 2} names that belong to them.",
             file=sys.stderr,
             flush=True,
         )

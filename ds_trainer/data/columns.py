@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -65,13 +66,14 @@ def accepted_columns(model: nn.Module, label_names: Sequence[str]) -> set[str] |
     return {*names, *label_names, *_LABEL_COLUMNS} if from_data else None
 
 
-def drop_unused_columns(dataset: Any, model: nn.Module, wanted: Collection[str] | None) -> Any:
+def drop_unused_columns(dataset: Any, model: nn.Module, wanted: Collection[str] | None, quiet: bool = False) -> Any:
     """A ``datasets.Dataset`` with the columns in ``wanted`` (None: all) only; any other dataset unchanged.
 
     Args:
         dataset: the data.
         model: named in messages.
         wanted: :func:`accepted_columns`, or what a subclass of the Trainer accepts.
+        quiet: whether the log does not name the removed columns.
 
     Raises:
         ConfigError: no column would remain.
@@ -85,7 +87,8 @@ def drop_unused_columns(dataset: Any, model: nn.Module, wanted: Collection[str] 
         core = base_model(model)
         raise _nothing_left("the dataset's columns", unused, type(core).__name__, forward_names(core))
     name = type(base_model(model)).__name__
-    logger.info("Removed the columns that %s.forward does not accept: %s.", name, ", ".join(unused))
+    level = logging.DEBUG if quiet else logging.INFO
+    logger.log(level, "Removed the columns that %s.forward does not accept: %s.", name, ", ".join(unused))
     return dataset.remove_columns(unused)
 
 

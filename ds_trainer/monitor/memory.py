@@ -9,11 +9,11 @@ import psutil
 if TYPE_CHECKING:
     import torch
 
-BYTES_PER_GB = 2**30  # the unit of GPU sizes: an "80 GB" card has about 80 of these
+BYTES_PER_GB = 10**9  # as everywhere in this package: of disks, networks, the plan and files
 
 
 def memory_in_use_gb(device: str | torch.device) -> float:
-    """Memory of this process in units of 2**30 bytes.
+    """Memory of this process in GB of 10**9 bytes.
 
     On a CUDA device: the *peak* that torch has allocated since the start (or since
     ``torch.cuda.reset_peak_memory_stats``). This number decides whether a run fits, and reading it does not synchronize

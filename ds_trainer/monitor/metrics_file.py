@@ -16,6 +16,9 @@ from ds_trainer.utils.secrets import without_secrets
 
 logger = get_logger("monitor.records")
 
+LOSSES = ("loss", "distillation_loss")
+"""Names of the training loss. Losses of evaluations are of the same kind as the first alone."""
+
 
 def plain(value: Any) -> Any:
     """``value`` in JSON types: scalars of torch and numpy become numbers, arrays become lists.

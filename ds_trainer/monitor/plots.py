@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.monitor.metrics_file import read_records
+from ds_trainer.monitor.metrics_file import LOSSES, read_records
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Curve:
 
 
 def read_curves(records: Sequence[Mapping[str, Any]]) -> tuple[Curve, dict[str, Curve], list[float]]:
-    """The training loss, each evaluation loss by name, and the steps with a non-finite loss."""
+    """The training loss, each evaluation loss of the same kind by name, and the steps with a non-finite loss."""
     train = Curve()
     evaluations: dict[str, Curve] = {}
     broken: list[float] = []
@@ -53,7 +53,7 @@ def read_curves(records: Sequence[Mapping[str, Any]]) -> tuple[Curve, dict[str, 
             continue
         for name, value in record.items():
             found = _EVAL_LOSS.fullmatch(name)
-            if name != "loss" and found is None:
+            if name not in LOSSES and found is None:
                 continue
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 broken.append(step)
@@ -65,7 +65,13 @@ def read_curves(records: Sequence[Mapping[str, Any]]) -> tuple[Curve, dict[str, 
                 curve = evaluations.setdefault(label, Curve())
             curve.steps.append(step)
             curve.losses.append(value)
-    return train, evaluations, broken
+    return train, {} if loss_name(records) != "loss" else evaluations, broken
+
+
+def loss_name(records: Sequence[Mapping[str, Any]]) -> str:
+    """What the training loss is called: ``loss``, or the name of one that is not the loss of an evaluation."""
+    other = (name for record in records for name in LOSSES[1:] if name in record)
+    return next(other, LOSSES[0])
 
 
 def smooth(values: Sequence[float], half: int) -> list[float]:
@@ -92,7 +98,8 @@ def plot_losses(
     ``baselines`` are losses to compare with (name to value, in the unit of the curve), drawn as horizontal lines.
     Nothing is written if matplotlib is not installed or no loss was recorded; a log line gives the reason.
     """
-    train, evaluations, broken = read_curves(read_records(metrics_path))
+    records = read_records(metrics_path)
+    train, evaluations, broken = read_curves(records)
     if not train.steps and not evaluations:
         logger.info(
             "%s was not drawn: %s has no loss; a smaller logging_steps records one", Path(png_path).name, metrics_path
@@ -115,22 +122,25 @@ def plot_losses(
             transform=axes.get_xaxis_transform(), clip_on=False,
         )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
-    _dress(axes, [*train.losses, *(loss for curve in evaluations.values() for loss in curve.losses)])
+    losses = [*train.losses, *(loss for curve in evaluations.values() for loss in curve.losses)]
+    _dress(axes, losses, loss_name(records).replace("_", " "))
 
     save_figure(figure, Path(png_path))
     return True
 
 
 def read_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Every number that is logged during a training except losses, by name, in the order of the records.
+    """Every number that is logged during a training and not drawn with the loss, by name, in the order of the records.
 
     Durations and speeds of evaluations and the summary of the training (``train_...``) are left out.
     """
     found: dict[str, Curve] = {}
+    own = loss_name(records)
     for record in records:
         step = record.get("step")
         for name, value in record.items():
-            if name in _POSITION or _EVAL_LOSS.fullmatch(name) or name == "loss" or _NO_QUANTITY.fullmatch(name):
+            with_loss = name == own or (own == "loss" and _EVAL_LOSS.fullmatch(name))
+            if name in _POSITION or with_loss or _NO_QUANTITY.fullmatch(name):
                 continue
             if "loss/" in name:  # of a source of a mixture; the report has these
                 continue
@@ -238,12 +248,12 @@ def _draw_baseline(axes: Axes, label: str, value: float) -> None:
     )
 
 
-def _dress(axes: Axes, losses: Sequence[float]) -> None:
+def _dress(axes: Axes, losses: Sequence[float], name: str) -> None:
     """Labels, grid, legend; a log scale if a large outlier would flatten the rest of the curve."""
     if min(losses) > 0 and max(losses) > 10 * median(losses):
         axes.set_yscale("log")
     axes.set_xlabel("optimizer step", color=_TEXT_COLOR)
-    axes.set_ylabel("loss", color=_TEXT_COLOR)
+    axes.set_ylabel(name, color=_TEXT_COLOR)
     _plain_axes(axes)
     axes.margins(x=0.02, y=0.08)
     axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT_COLOR)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_trainer.data.padding import TokenPaddingCollator
-from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.data_card import write_data_card
 from ds_trainer.recipes.distillation import trainer_class_of
 from ds_trainer.recipes.encoding import encoder_of
@@ -18,7 +17,7 @@ from ds_trainer.recipes.fine_tuning_data import FineTuningData, open_sources, re
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.report import generate_sample
-from ds_trainer.recipes.run_results import final_loss, finished_in, train_and_report
+from ds_trainer.recipes.run_results import final_evaluation, finished_in, train_and_report
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.samples.sources.mixture_stream import MixtureStream
 from ds_trainer.utils.errors import ConfigError
@@ -87,7 +86,6 @@ def run_job(
         epochs = float(trainer.state.epoch or 0.0)
         sample = generate_sample(output_dir, inputs.tokenizer, recipe.report, args.seed) if prompt else None
         return {
-            "epochs": epochs,
             "data": figures,
             "tokens_trained": tokens_trained(inputs.data, epochs),
             "evaluation": None if loss is None else _evaluation(loss, figures),
@@ -95,7 +93,7 @@ def run_job(
         }
 
     def measure() -> float | None:
-        return final_loss(trainer) if inputs.data.eval is not None else None
+        return final_evaluation(trainer)["eval_loss"] if inputs.data.eval is not None else None
 
     return train_and_report(recipe, trainer, began, measure, describe, report_text)
 
@@ -167,10 +165,7 @@ def tokens_trained(data: FineTuningData, epochs: float) -> dict[str, int]:
 def report_text(results: dict[str, Any], loss: float | None = None) -> str:
     """The printed report, from the content of ``results.json``."""
     data, evaluation, trained = results["data"], results["evaluation"], results["tokens_trained"]
-    lines = [
-        "",
-        finished_in(results, f"{counted(results['steps'], 'step')}, {results['epochs']:.2f} epochs,"),
-    ]
+    lines = ["", finished_in(results)]
     if trained:
         lines.append(
             f"Trained on {sum(trained.values()):,} tokens; {data['trained_share']:.1%} of the tokens of a sample are "

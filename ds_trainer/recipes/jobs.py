@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer.callbacks.integrations import check_trackers
 from ds_trainer.recipes import fine_tuning_job, language_model_job
 from ds_trainer.recipes.recipe import Recipe
 
@@ -23,6 +24,7 @@ _MODULES = {
 
 def run(recipe: Recipe) -> dict[str, Any]:
     """Run the job of ``recipe``; see its ``run``."""
+    check_trackers(recipe.arguments.get("report_to"))
     results: dict[str, Any] = _module(recipe).run(recipe)
     return results
 

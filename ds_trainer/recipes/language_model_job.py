@@ -18,7 +18,7 @@ from ds_trainer.recipes.report import (
     nats_per_token,
     report_text,
 )
-from ds_trainer.recipes.run_results import final_loss, train_and_report
+from ds_trainer.recipes.run_results import final_evaluation, train_and_report
 from ds_trainer.recipes.text_dataset import TokenBlocks, TokenStream, tokenize
 from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.utils.errors import ConfigError
@@ -163,7 +163,7 @@ def evaluate(trainer: Trainer, text: TokenStream, baselines: dict[str, dict[str,
         ConfigError: the loss is not finite.
     """
     return Evaluation(
-        loss=final_loss(trainer),
+        loss=final_evaluation(trainer)["eval_loss"],
         targets=text.targets,
         documents=text.documents,
         bytes=text.bytes,

@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.language_model import load_language_model
 from ds_trainer.recipes.recipe import ReportSpec
 from ds_trainer.recipes.run_results import finished_in
@@ -105,7 +104,7 @@ def report_text(results: dict[str, Any], evaluation: Evaluation | None) -> str:
     """The printed report, from the content of ``results.json``."""
     lines = [
         "",
-        finished_in(results, counted(results["steps"], "step")),
+        finished_in(results),
         evaluation.table() if evaluation else "No evaluation: set data.eval or data.held_out_every for one.",
     ]
     if results["sample"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ds_trainer
-from ds_trainer.monitor.units import human_duration
+from ds_trainer.monitor.units import counted, human_duration
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
@@ -65,6 +65,7 @@ def train_and_report(
     results = {
         "task": recipe.task.name,
         "steps": output.global_step,
+        "epochs": float(trainer.state.epoch or 0.0),
         "train_loss": output.training_loss,
         "train_metrics": dict(output.metrics),
         **describe(output, evaluation),
@@ -89,40 +90,39 @@ def _parts(total: float, **seconds: float) -> dict[str, float]:
     return {**seconds, "other": max(0.0, total - sum(seconds.values())), "total": total}
 
 
-def finished_in(results: dict[str, Any], what: str) -> str:
-    """The sentence about the time of a job, from the content of ``results.json``; ``what`` it did."""
+def finished_in(results: dict[str, Any]) -> str:
+    """The sentence about the time of a job, from the content of ``results.json``."""
     seconds = results["seconds"]
     names = {"prepare": "setup", "train": "training", "evaluate": "evaluation", "save": "saving", "other": "other"}
     parts = ", ".join(f"{name} {human_duration(seconds[key])}" for key, name in names.items())
-    return f"Finished {what} in {human_duration(seconds['total'])} ({parts})."
+    done = f"{counted(results['steps'], 'step')}, {results['epochs']:.2f} epochs"
+    return f"Finished {done}, in {human_duration(seconds['total'])} ({parts})."
 
 
-def final_loss(trainer: Trainer) -> float:
-    """The evaluation loss of the final weights. Collective.
+def final_evaluation(trainer: Trainer) -> dict[str, Any]:
+    """The evaluation of the final weights, which the training may just have done. Collective.
 
     Raises:
-        ConfigError: it is not finite.
+        ConfigError: its loss is not finite.
     """
-    loss = _loss_of_last_step(trainer)
-    if loss is None:
-        loss = trainer.evaluate()["eval_loss"]
+    metrics = _evaluation_of_last_step(trainer) or trainer.evaluate()
+    loss = metrics["eval_loss"]
     if not math.isfinite(loss):
         rate = trainer.args.learning_rate
         raise ConfigError(
             f"The evaluation loss is {loss}: training diverged at arguments.learning_rate={rate}. Lower it, or add a "
             "warm-up (arguments.warmup_steps)."
         )
-    return loss
+    return metrics
 
 
-def _loss_of_last_step(trainer: Trainer) -> float | None:
-    """The evaluation loss of the final weights, if the training has just evaluated them."""
+def _evaluation_of_last_step(trainer: Trainer) -> dict[str, Any]:
+    """The metrics of the final weights, if the training has just evaluated them; otherwise nothing."""
     if trainer.args.load_best_model_at_end:
-        return None
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    if not evaluations or evaluations[-1]["step"] != trainer.state.global_step:
-        return None
-    return float(evaluations[-1]["eval_loss"])
+        return {}
+    last = [entry for entry in trainer.state.log_history if entry.get("step") == trainer.state.global_step]
+    found = {name: value for entry in last for name, value in entry.items() if name.startswith("eval_")}
+    return {**found, "epoch": trainer.state.epoch} if "eval_loss" in found else {}
 
 
 def versions() -> dict[str, str]:

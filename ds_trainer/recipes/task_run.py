@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.run_results import finished_in, train_and_report
+from ds_trainer.recipes.run_results import final_evaluation, finished_in, train_and_report
 from ds_trainer.recipes.task_data import TaskData
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
 
-_NOT_SHOWN = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
+_NOT_SHOWN = ("eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
 
 
 def train_task(recipe: Recipe, trainer: Trainer, data: TaskData, began: float) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def train_task(recipe: Recipe, trainer: Trainer, data: TaskData, began: float) -
     """
 
     def evaluate() -> dict[str, float] | None:
-        return None if data.eval is None else trainer.evaluate()
+        return None if data.eval is None else final_evaluation(trainer)
 
     def describe(_: TrainOutput, evaluation: dict[str, float] | None) -> dict[str, Any]:
         return {"evaluation": evaluation, "samples": data.samples()}
@@ -42,19 +43,19 @@ def train_task(recipe: Recipe, trainer: Trainer, data: TaskData, began: float) -
 
 
 def _report(results: dict[str, Any], evaluation: dict[str, float] | None) -> str:
-    lines = [
-        "",
-        finished_in(results, f"{counted(results['steps'], 'step')} of {results['task']}"),
-        f"Training loss {results['train_loss']:.4f}.",
-    ]
+    samples = results["samples"]
+    trained = f"Trained on {counted(samples['train'], 'sample')}; training loss {results['train_loss']:.4f}."
+    lines = ["", finished_in(results), trained]
     if evaluation is None:
-        return "\n".join([*lines, "No evaluation: set data.eval or data.held_out for one."])
-    rows = [
-        f"  {name:<28} {value:.4f}"
-        for name, value in evaluation.items()
-        if isinstance(value, float) and name not in _NOT_SHOWN
-    ]
-    return "\n".join([*lines, *rows, f"Weights, logs and results.json are in {results['output_dir']}"])
+        lines.append("No evaluation: set data.eval or data.held_out for one.")
+    else:
+        lines.append(f"Held-out loss {evaluation['eval_loss']:.4f}, {counted(samples['eval'], 'sample')}.")
+        lines += [
+            f"  {name:<28} {value:.4f}"
+            for name, value in evaluation.items()
+            if isinstance(value, float) and name not in _NOT_SHOWN
+        ]
+    return "\n".join([*lines, f"Weights, logs and results.json are in {results['output_dir']}"])
 
 
 def library_arguments(recipe: Recipe, config_class: Any, **defaults: Any) -> Any:
@@ -79,7 +80,18 @@ def library_arguments(recipe: Recipe, config_class: Any, **defaults: Any) -> Any
     problems += [f"{recipe.where('task.options')}: {key} is also in arguments; remove one." for key in twice]
     if problems:
         raise ConfigError(problems)
+    _quieten_libraries()
     return config_class(**{**defaults, **recipe.arguments, **recipe.task.library_options})
+
+
+def _quieten_libraries() -> None:
+    """Leave out what a library's trainer adds to the lines of a recipe: bars of its steps, and its own old names."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|sentence_transformers)\.")
 
 
 def check_replaced(task: str) -> None:

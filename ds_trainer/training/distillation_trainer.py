@@ -114,6 +114,21 @@ class DistillationTrainer(Trainer):
         loss = total / items
         return (loss, outputs) if return_outputs else loss
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As :class:`Trainer`; the training loss is ``distillation_loss``, which ``eval_loss`` cannot be compared with.
+
+        Args:
+            logs: values by name, which are changed.
+            start_time: as for :class:`Trainer`.
+        """
+        renamed = {
+            f"distillation_{name}" if name == "loss" or name.startswith("loss/") else name: value
+            for name, value in logs.items()
+        }
+        logs.clear()
+        logs.update(renamed)
+        super().log(logs, start_time)
+
 
 def _vocabulary_problems(student: nn.Module, teacher: nn.Module, shared: int | None) -> list[str]:
     sizes = [_vocabulary(student), _vocabulary(teacher)]

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.exit_codes import code_of
 from ds_trainer.utils.printable import shown
 from ds_trainer.utils.ranks import likely_rank
+from ds_trainer.utils.torchrun_attempts import record_final
 
 _ROOT = "ds_trainer"
 CHECK = "ds_trainer_check"
 """Attribute of a record with the result of a check, for the report of the run: ``extra={CHECK: "self-test"}``."""
 EVERY_RANK = {"every_rank": True}
 """``extra`` of a warning of one rank or machine: data of its worker, a disk of its machine, memory of its GPU."""
+
+
+MAIN_FIRST_SECONDS = 3.0
+"""How long other ranks wait with an error that the main process has too: launchers end all ranks when one fails."""
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class _FirstRank(logging.Filter):
@@ -86,3 +100,37 @@ def hide_in_logs(*prefixes: str) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in prefixes:
             logging.getLogger(name).addFilter(_shown)  # does nothing twice
+
+
+def one_error_per_job() -> None:
+    """From now on a ConfigError that ends this process is printed once per job, with the lines of the script alone.
+
+    A second call does nothing, and neither does one in an interactive session.
+    """
+    if not getattr(sys.excepthook, "once_per_job", False) and not hasattr(sys, "ps1"):
+        sys.excepthook = _once_per_job(sys.excepthook)
+
+
+def _once_per_job(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def print_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ConfigError):
+            error.__cause__, error.__suppress_context__ = None, True
+            trace = _of_script(trace)
+            error.with_traceback(trace)
+            if likely_rank(os.environ) != 0:
+                record_final(code_of(error), f"{kind.__name__}: {error}")
+                time.sleep(MAIN_FIRST_SECONDS)
+        hook(kind, error, trace)
+
+    print_once.once_per_job = True  # type: ignore[attr-defined]
+    return print_once
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without the frames below the last one that is not of this package."""
+    if trace is None:
+        return None
+    below = _of_script(trace.tb_next)
+    if below is None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        return None
+    return TracebackType(below, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

@@ -146,7 +146,7 @@ def test_one_line_on_the_main_process(tmp_path: Path) -> None:
     assert len(lines) == 1
     version = f"ds-trainer: this process uses ds_trainer {ds_trainer.__version__} in place of transformers' Trainer, "
     assert lines[0].startswith(version)
-    assert "Seq2SeqTrainingArguments" in lines[0] and "default_data_collator" in lines[0]
+    assert len(lines[0]) < 150
     other = "import os\nos.environ.update(RANK='1', WORLD_SIZE='2', LOCAL_RANK='1')\n"
     assert python(other + IMPORT, tmp_path).stderr == ""
 

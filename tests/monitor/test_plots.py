@@ -64,6 +64,16 @@ def test_curves_are_read_from_the_records() -> None:
     assert broken == [3]
 
 
+def test_a_loss_of_another_kind_is_not_drawn_with_those_of_evaluations(tmp_path: Path) -> None:
+    records = [{"step": step, "distillation_loss": 0.7, "eval_loss": 7.0} for step in (1, 2, 3)]
+    train, evaluations, _ = read_curves(records)
+    assert train.losses == [0.7] * 3 and evaluations == {}
+    assert list(read_quantities(records)) == ["eval_loss"], "it has a panel of its own"
+    target = tmp_path / "loss.png"
+    assert plot_losses(metrics(tmp_path / "m.jsonl", records), target) is True
+    assert count(pixels(target), BLUE) > 300 and count(pixels(target), ORANGE) == 0
+
+
 def test_the_trend_of_a_straight_line_is_that_line() -> None:
     line = [10.0 - 0.5 * index for index in range(50)]
     assert smooth(line, 5) == pytest.approx(line)

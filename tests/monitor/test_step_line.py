@@ -49,8 +49,8 @@ def test_the_number_of_steps_may_be_unknown() -> None:
         ("auxloss", 1.23456, "auxloss 1.235"),  # ends like a known name, but is not one
         ("eval_accuracy", 0.912345, "eval accuracy 0.9123"),
         ("num_input_tokens_seen", 123_456, "123k tokens seen"),
-        ("train_mem_cpu_alloc_delta", 45 * 2**20, "train mem cpu alloc delta 45 MB"),
-        ("before_init_mem_cpu", 345 * 2**20, "before init mem cpu 345 MB"),
+        ("train_mem_cpu_alloc_delta", 45 * 2**20, "train mem cpu alloc delta 47.2 MB"),
+        ("before_init_mem_cpu", 345 * 2**20, "before init mem cpu 362 MB"),
         ("load_seconds", 69.4, "load 1 min 09 s"),
         ("load_bytes_read", 16_060_000_000, "load 16.1 GB read"),
         ("load_host_peak_bytes", 2_300_000, "load host peak 2.3 MB"),

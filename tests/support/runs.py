@@ -8,6 +8,7 @@ import torch
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.engine.weights import gathered
+from ds_trainer.monitor.metrics_file import LOSSES
 from tests.support.oracle import Trajectory
 
 
@@ -20,9 +21,9 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def compatibility_of(trainer: Trainer) -> Trajectory:
     """What the trainer logged, and its weights."""
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = [entry for entry in trainer.state.log_history if not entry.keys().isdisjoint(LOSSES)]
     return Trajectory(
-        [entry["loss"] for entry in logs],
+        [entry[name] for entry in logs for name in LOSSES if name in entry],
         [entry["grad_norm"] for entry in logs],
         [entry["learning_rate"] for entry in logs],
         whole_weights(trainer),

@@ -76,7 +76,7 @@ class Witness(Tracker):
     def write(self, logs: dict[str, Any], state: Any) -> None:
         self.sent.append(logs)
         if "memory_gb" in logs:
-            self.resident.append((logs["memory_gb"] * 2**30, float(psutil.Process().memory_info().rss)))
+            self.resident.append((logs["memory_gb"] * 10**9, float(psutil.Process().memory_info().rss)))
 
 
 class SlowSave(TrainerCallback):

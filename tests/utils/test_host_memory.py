@@ -76,9 +76,7 @@ def test_all_users_apply_the_limit_of_the_job(tmp_path: Path, monkeypatch: pytes
     assert free_memory(torch.device("cpu")) == 7 * GIB
     finding = memory_finding(local_ranks=4)
     assert finding.level == Level.WARN
-    assert (
-        "100 GiB of 128 GiB available; this job may use 8.0 GiB and uses 1.0 GiB: 1.8 GiB for each" in finding.message
-    )
+    assert "107 GB of 137 GB available; this job may use 8.59 GB and uses 1.07 GB: 1.88 GB for each" in finding.message
 
 
 def test_only_one_function_queries_free_memory() -> None:

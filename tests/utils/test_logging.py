@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,3 +161,36 @@ def test_a_run_of_four_ranks_says_everything_once(tmp_path: Path) -> None:
         ),
     ):
         assert sum(part in text for text in first) == 1, (part, first)
+
+
+SCRIPT = """\
+from ds_trainer import TrainingArguments
+
+
+def arguments():
+    return TrainingArguments("out", learning_rate=-1)
+
+
+arguments()
+"""
+
+
+def test_an_error_of_a_script_is_printed_by_one_rank_without_frames_of_the_package(tmp_path: Path) -> None:
+    """As under a launcher, which ends the others when one has failed."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "train.py")],
+            env={**os.environ, **{name: value.format(rank) for name, value in LAUNCHERS["torchrun"].items()}},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 0)
+    ]
+    errors = ranks[1].communicate()[1]
+    ranks[0].terminate()
+    assert ranks[0].communicate()[1] == ""
+    lines = errors.strip().splitlines()
+    assert lines[0].startswith("Traceback") and errors.count("  File ") == errors.count("train.py") == 2
+    assert lines[-1].endswith("learning_rate=-1 must be a number that is not negative.")
+    assert ranks[1].returncode == 1

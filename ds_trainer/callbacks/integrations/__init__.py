@@ -12,8 +12,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from ds_trainer.callbacks.integrations.tracker import Tracker
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.ranks import likely_rank
 
 logger = get_logger("callbacks.integrations")
 
@@ -118,6 +120,18 @@ def reporting_callbacks(
                 raise
             logger.warning("report_to=all leaves out %s: %s", row.name, error)
     return made
+
+
+def check_trackers(report_to: str | Iterable[str] | None) -> None:
+    """Refuse trackers that could not begin a run, on the main process, before something is built.
+
+    Raises:
+        ConfigError: as :func:`reporting_callbacks`, or a key is missing.
+    """
+    main_process = likely_rank(os.environ) == 0
+    for callback in reporting_callbacks(report_to, main_process=main_process, first_of_machine=main_process):
+        if isinstance(callback, Tracker):
+            callback.check_usable()
 
 
 def _wants_all(report_to: str | Iterable[str] | None) -> bool:

@@ -4,7 +4,8 @@ Only the main process writes; the others do not import the tracker's library. Th
 at the first log of a process that only evaluates), receives every log event, and is finished when training ends. Later
 logs go to the same run.
 
-Failures: a run that cannot be opened stops the training before its first step. A later error of a tracker does not stop
+Failures: a service that needs a key and has none is refused before a model is built, and a run that cannot be opened
+stops the training before its first step, with one error. A later error of a tracker does not stop
 the training: one warning names the tracker and the error, and the tracker is disabled until the next training begins.
 """
 
@@ -62,12 +63,15 @@ class Tracker(TrainerCallback):
     def check(self, args: Any) -> None:
         """Raise ConfigError for settings that cannot work; called when the Trainer is constructed."""
 
+    def check_access(self) -> None:
+        """Raise an error of the library, or ConfigError, if a service wants a key that there is not."""
+
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check what can be checked before training."""
         if state.is_world_process_zero:
-            self.library()
+            self.check_usable()
             self.check(args)
 
     def on_train_begin(
@@ -76,7 +80,7 @@ class Tracker(TrainerCallback):
         """Open the run."""
         if state.is_world_process_zero:
             self._off = False
-            self.start(args, state, model)
+            self._refusing(self.start, args, state, model)
             self._running = True
 
     def on_log(
@@ -129,6 +133,24 @@ class Tracker(TrainerCallback):
             switched_off(self.name, error)
             self._off = True
             self._running = False
+
+    def check_usable(self) -> None:
+        """Import the library and look for the key.
+
+        Raises:
+            ConfigError: either is missing.
+        """
+        self.library()
+        self._refusing(self.check_access)
+
+    def _refusing(self, act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except ConfigError:
+            raise
+        except Exception as error:
+            text = str(error).strip().rstrip(".") or type(error).__name__
+            raise ConfigError(f"report_to={self.name}: {text}. Otherwise take {self.name} out of report_to.") from error
 
     def library(self) -> ModuleType:
         """The tracker's module.

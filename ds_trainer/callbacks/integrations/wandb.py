@@ -37,6 +37,12 @@ class WandbCallback(Tracker):
         super().__init__(deepspeed_config)
         self._last_checkpoint: Path | None = None
 
+    def check_access(self) -> None:
+        """Log in, which asks in a terminal; without network it takes the key as it is."""
+        wandb = self.library()
+        if wandb.run is None and os.environ.get("WANDB_MODE", "online") == "online":
+            wandb.login(verify=False)
+
     def check(self, args: Any) -> None:
         """Raise ConfigError for settings of the tracker that cannot work."""
         _one_of("WANDB_LOG_MODEL", _CHECKPOINTS, _END, "false")

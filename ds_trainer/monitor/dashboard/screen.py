@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_trainer.monitor.dashboard.braille import bar, braille_chart
+from ds_trainer.monitor.memory import BYTES_PER_GB
 from ds_trainer.monitor.report.outcome import Outcome, outcome_of
 from ds_trainer.monitor.report.run_files import RunFiles, is_number
 from ds_trainer.monitor.step_line import phrases
 from ds_trainer.monitor.units import human_bytes, human_count, human_duration
 from ds_trainer.utils.printable import one_line
 
-_GIB = 2**30
 _SIDE_BY_SIDE = 90  # characters from which two curves stand side by side
 _RATE_RECORDS = 200  # records that the estimated time is computed from
 _MOST_RANKS = 8
-_SHOWN = ("loss", "grad_norm", "learning_rate")
+_SHOWN = ("loss", "distillation_loss", "grad_norm", "learning_rate")
 _SPEED = ("tokens_per_second", "samples_per_second", "mfu", "tflops_per_device", "data_wait")
 
 
@@ -84,13 +84,14 @@ def _values(files: RunFiles) -> list[str]:
     if is_number(last.get("memory_gb")):
         limit = files.start.get("memory_limit_bytes")
         of_limit = f" of {human_bytes(limit)}" if isinstance(limit, int) else ""
-        speed.append(f"memory {human_bytes(last['memory_gb'] * _GIB)}{of_limit}")
+        speed.append(f"memory {human_bytes(last['memory_gb'] * BYTES_PER_GB)}{of_limit}")
     return ["  ".join(phrases(model)) or "no values yet", "  ".join(speed)]
 
 
 def _curves(files: RunFiles, width: int, room: int) -> list[str]:
     """Loss and gradient norm; evaluation losses and speed if there is room."""
-    charts: list[tuple[str, Any]] = [("loss", files.curve("loss")), ("grad norm", files.curve("grad_norm"))]
+    shown = (files.loss_name, "grad_norm")
+    charts: list[tuple[str, Any]] = [(name.replace("_", " "), files.curve(name)) for name in shown]
     evaluations = list(files.evaluation_losses().items())
     charts += [(name.replace("_", " "), points) for name, points in evaluations[:1]]
     charts.append(("tokens/s", files.curve("tokens_per_second")))

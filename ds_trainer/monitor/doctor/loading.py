@@ -14,10 +14,10 @@ from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
 from ds_trainer.checkpoint.weights.strided_views import StridedView
 from ds_trainer.monitor.doctor.findings import Finding, Level
-from ds_trainer.monitor.units import human_duration
+from ds_trainer.monitor.units import human_bytes, human_duration
 from ds_trainer.utils.errors import ConfigError
 
-SAMPLE_BYTES = 4 * 2**30
+SAMPLE_BYTES = 4 * 10**9
 """Largest sample, by default."""
 SECONDS = 10.0
 """Longest time of a measurement."""
@@ -116,8 +116,8 @@ def loading_findings(directory: Path, sample_bytes: int = SAMPLE_BYTES) -> list[
         "The page cache cannot be dropped on this system: the files may have been in memory." if rate.cached else ""
     )
     message = (
-        f"{rate.bytes_per_second / 1e9:.2f} GB/s ({rate.read_bytes / 1e9:.3g} GB of {directory} in "
-        f"{human_duration(rate.seconds)}; {rate.tensors} tensors in {rate.files} files, {rate.file_bytes / 1e9:.3g} GB)"
+        f"{human_bytes(rate.bytes_per_second)}/s ({human_bytes(rate.read_bytes)} of {directory} in "
+        f"{human_duration(rate.seconds)}; {rate.tensors} tensors in {rate.files} files, {human_bytes(rate.file_bytes)})"
     )
     level = Level.WARN if remedy else Level.OK
     return [Finding(level, "read speed", message, remedy), *_times(rate, _RANKS)]

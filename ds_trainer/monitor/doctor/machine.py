@@ -12,14 +12,15 @@ import psutil
 
 from ds_trainer.monitor.doctor.file_holders import mapped_files
 from ds_trainer.monitor.doctor.findings import Finding, Level
+from ds_trainer.monitor.units import human_bytes
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
 from ds_trainer.utils.open_files import open_file_problem
 
-GIB = 2**30
+GB = 10**9
 FEW_INODES = 10_000
 SHARED_MEMORY = Path("/dev/shm")
-LITTLE_SHARED_MEMORY = GIB // 2
-"""Docker's default is 64 MiB; NCCL and data loader workers need more."""
+LITTLE_SHARED_MEMORY = GB // 2
+"""Docker's default is 67 MB; NCCL and data loader workers need more."""
 _BUFFERS = "deepspeed_allreduce_buffer_*"
 FEW_FILES, TOO_FEW_FILES = 4096, 512
 FEW_PROCESSES = 4096
@@ -39,7 +40,7 @@ def disk_findings(directories: Mapping[str, str | os.PathLike[str]], needed: Map
 
     Args:
         directories: path by purpose (``output_dir``, ...).
-        needed: bytes that will be written there, by the same names; default: half a GiB.
+        needed: bytes that will be written there, by the same names; default: half a GB.
     """
     found = []
     for name, path in directories.items():
@@ -49,11 +50,11 @@ def disk_findings(directories: Mapping[str, str | os.PathLike[str]], needed: Map
             found.append(Finding(Level.FAIL, name, f"{where} is not writable", remedy))
             continue
         state = os.statvfs(where)
-        free, wanted = state.f_bavail * state.f_frsize, needed.get(name.removeprefix("disk of "), GIB // 2)
-        message = f"{size(free)} of {size(state.f_blocks * state.f_frsize)} free at {where}"
+        free, wanted = state.f_bavail * state.f_frsize, needed.get(name.removeprefix("disk of "), GB // 2)
+        message = f"{human_bytes(free)} of {human_bytes(state.f_blocks * state.f_frsize)} free at {where}"
         if free < wanted:
             level = Level.FAIL if free < 2**20 else Level.WARN
-            remedy = f"At least {size(wanted)} are needed: remove old files, or choose another disk."
+            remedy = f"At least {human_bytes(wanted)} are needed: remove old files, or choose another disk."
             found.append(Finding(level, name, message, remedy))
         elif state.f_files > 0 and state.f_favail < FEW_INODES:
             remedy = "Each new file needs an inode, however much space is free: remove many small files."
@@ -63,23 +64,13 @@ def disk_findings(directories: Mapping[str, str | os.PathLike[str]], needed: Map
     return found
 
 
-def size(number: float) -> str:
-    """``1.5 GiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1024 and len(units) > 1:
-        number /= 1024
-        del units[0]
-    unit = units[0]
-    return f"{number:.0f} {unit}" if number >= 99.5 or unit == "B" else f"{number:.1f} {unit}"
-
-
 def shared_memory_findings(directory: Path = SHARED_MEMORY) -> list[Finding]:
     """Free shared memory, and buffers of DeepSpeed whose processes have ended."""
     if not directory.is_dir():
         return []
     state = os.statvfs(directory)
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    message = f"{size(free)} of {size(total)} free"
+    message = f"{human_bytes(free)} of {human_bytes(total)} free"
     if free < LITTLE_SHARED_MEMORY:
         remedy = "docker run --shm-size=16g (or --ipc=host); else `mount -o remount,size=16G /dev/shm`, or empty it."
         found = [Finding(Level.WARN, str(directory), f"{message}: NCCL and data loading may fail", remedy)]
@@ -89,7 +80,7 @@ def shared_memory_findings(directory: Path = SHARED_MEMORY) -> list[Finding]:
     if left:
         total = sum(path.stat().st_size for path in left)
         remedy = f"rm {directory}/{_BUFFERS} (when no training runs on this machine)."
-        message = f"{len(left)} buffers of DeepSpeed runs that have ended, {size(total)}"
+        message = f"{len(left)} buffers of DeepSpeed runs that have ended, {human_bytes(total)}"
         found.append(Finding(Level.WARN, "stale buffers", message, remedy))
     return found
 
@@ -113,8 +104,8 @@ def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> li
     found = []
 
     def add(name: str, value: float, bad: bool, remedy: str, level: Level = Level.WARN) -> None:
-        unit = " bytes" if name in ("stack", "locked memory") else ""
-        message = "unlimited" if value == float("inf") else f"{value:.0f}{unit}"
+        shown = human_bytes(value) if name in ("stack", "locked memory") else f"{value:.0f}"
+        message = "unlimited" if value == float("inf") else shown
         found.append(Finding(level if bad else Level.OK, f"limit of {name}", message, remedy if bad else ""))
 
     level = Level.FAIL if files < TOO_FEW_FILES else Level.WARN
@@ -142,11 +133,11 @@ def memory_finding(local_ranks: int) -> Finding:
     """Host memory available to this machine's ranks, within the cgroup's limit (SLURM, docker)."""
     memory, limited = psutil.virtual_memory(), cgroup_memory()
     available = free_host_memory()
-    message = f"{size(memory.available)} of {size(memory.total)} available"
+    message = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} available"
     if limited is not None and limited.limit < memory.total:
-        message += f"; this job may use {size(limited.limit)} and uses {size(limited.used)}"
-    if available / local_ranks < 2 * GIB:
-        each = f"{message}: {size(available / local_ranks)} for each of {local_ranks} ranks"
+        message += f"; this job may use {human_bytes(limited.limit)} and uses {human_bytes(limited.used)}"
+    if available / local_ranks < 2 * GB:
+        each = f"{message}: {human_bytes(available / local_ranks)} for each of {local_ranks} ranks"
         return Finding(Level.WARN, "host memory", each, "Request more (--mem of SLURM, --memory of docker).")
     return Finding(Level.OK, "host memory", message)
 

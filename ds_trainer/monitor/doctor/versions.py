@@ -23,6 +23,7 @@ from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.monitor.doctor.findings import Finding, Level, RankHost, hosts_text
+from ds_trainer.monitor.units import human_bytes
 
 _PACKAGES = ("deepspeed", "transformers", "datasets", "accelerate", "peft", "numpy", "safetensors")
 _PACKAGE = Path(__file__).parents[2]
@@ -202,4 +203,4 @@ def _device() -> str:
     if not torch.cuda.is_available():
         return f"cpu ({platform.machine()})"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"{properties.name}, {human_bytes(properties.total_memory)}"

@@ -74,7 +74,7 @@ def _quality(files: RunFiles, spikes: int) -> list[Advice]:
         if len(points) > 2 and last > best * (1 + _OVERFIT):
             why = f"{name} rose from {best:.4g} at step {step:g} to {last:.4g}: the model begins to memorize."
             found.append(Advice("Train for fewer steps, or set load_best_model_at_end=True.", why))
-    if not files.evaluation_losses() and files.curve("loss"):
+    if not files.evaluation_losses() and files.curve(files.loss_name):
         found.append(Advice("Hold out some data and set eval_strategy.", "Nothing was evaluated."))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.charts import Chart, Series, draw, smoothed
 from ds_trainer.monitor.report.figures import format_of
 from ds_trainer.monitor.report.html import section, shown, table
@@ -104,7 +105,7 @@ def _charts(comparison: Mapping[str, Any]) -> list[str]:
             series = []
             for color, (label, points) in enumerate(zip(names, pair, strict=True)):
                 if points:
-                    trend = smoothed(points) if name == "loss" else None
+                    trend = smoothed(points) if name in LOSSES else None
                     series.append(Series(label, trend or points, color, dots=group == "evaluations"))
             charts.append(draw(Chart(shown(name), series, format_of(name))))
     return charts

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.monitor import throughput
+from ds_trainer.monitor.memory import BYTES_PER_GB
+from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.advice import advice_of
 from ds_trainer.monitor.report.outcome import checks_of, incidents_of, outcome_of
 from ds_trainer.monitor.report.published import best_published
@@ -22,9 +24,9 @@ MOST_POINTS = 800
 """Points of a curve in a report; a longer one keeps the largest and the smallest value of each part."""
 MOST_SOURCES, MOST_SOURCE_POINTS = 200, 100
 """Sources whose losses are in a report, and points of the curve of each."""
-_FIRST = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gb", "data_wait")
+_SPEED = ("tokens_per_second", "mfu", "memory_gb", "data_wait")
+_FIRST = (*LOSSES, "grad_norm", "learning_rate", *_SPEED)
 _MOST_CURVES = 40
-_GIB = 2**30
 
 
 def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
     speed, memory = _speed(files, use), _memory(files)
     start = files.start
     price = device_hour_price if device_hour_price is not None else start.get("device_hour_price")
-    loss_spikes = sum(spike["name"] == "loss" for spike in spikes)
+    loss_spikes = sum(spike["name"] == files.loss_name for spike in spikes)
     return {
         "format": FORMAT,
         "name": start.get("run_name") or files.directory.absolute().name,
@@ -53,7 +55,7 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
             "advice": [one._asdict() for one in advice_of(files, outcome.state, use, speed, memory, loss_spikes)],
         },
         "curves": {name: thinned(points) for name, points in _curves(files).items()},
-        "not_finite": {name: files.not_finite(name) for name in ("loss", "grad_norm") if files.not_finite(name)},
+        "not_finite": {name: steps for name in (files.loss_name, "grad_norm") if (steps := files.not_finite(name))},
         "evaluations": {name: thinned(points) for name, points in files.evaluation_losses().items()},
         "sources": {
             loss: {name: thinned(points, MOST_SOURCE_POINTS) for name, points in list(found.items())[:MOST_SOURCES]}
@@ -103,13 +105,13 @@ def _curves(files: RunFiles) -> dict[str, Points]:
 
 
 def _quality(files: RunFiles) -> dict[str, Any]:
-    loss = files.curve("loss")
+    loss = files.curve(files.loss_name)
     tail = [value for _, value in loss[-max(1, len(loss) // 20) :]]
     found: dict[str, Any] = {
         "first_loss": loss[0][1] if loss else None,
         "last_loss": loss[-1][1] if loss else None,
         "recent_loss": statistics.fmean(tail) if tail else None,
-        "loss_not_finite": bool(files.not_finite("loss")),
+        "loss_not_finite": bool(files.not_finite(files.loss_name)),
         "steps": files.last_step,
         "planned_steps": files.summary.get("max_steps"),
         "evaluations": {},
@@ -197,7 +199,7 @@ def _memory(files: RunFiles) -> dict[str, Any]:
     on_gpu = str(files.summary.get("device") or "cpu") != "cpu"
     return {
         "on_gpu": on_gpu,
-        "peak_bytes": max(value for _, value in points) * _GIB if points else None,
+        "peak_bytes": max(value for _, value in points) * BYTES_PER_GB if points else None,
         "limit_bytes": files.start.get("memory_limit_bytes"),
         "predicted_bytes": prediction.get("device_bytes") or prediction.get("tensor_bytes"),
         "predicted_is_tensors": prediction.get("device_bytes") is None,

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from ds_trainer.arguments.serialize import plain
+from ds_trainer.monitor.units import human_bytes
 from ds_trainer.utils.secrets import command_words, is_secret, masked, without_secrets
 
 _PACKAGES = ("ds_trainer", "deepspeed", "torch", "transformers", "datasets", "tokenizers", "peft", "accelerate")
@@ -108,7 +109,7 @@ def process_facts() -> dict[str, Any]:
         "versions": versions(),
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}, {psutil.cpu_count()} CPUs, "
-        f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        f"{human_bytes(psutil.virtual_memory().total)}",
         "restarts": restart_count(),
         "pid": os.getpid(),
         "process_started": round(began_at(), 3),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ds_trainer.monitor.memory import BYTES_PER_GB
+from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.charts import Chart, Series, draw, shares, smoothed
 from ds_trainer.monitor.report.html import section, shown, table
 from ds_trainer.monitor.units import human_bytes, human_count, human_duration
 
-_GIB = 2**30
 _FORMATS: dict[str, Callable[[float], str]] = {
     "learning_rate": lambda value: f"{value:.2g}",
     "tokens_per_second": human_count,
@@ -20,7 +21,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "memory_gb": lambda value: f"{value:.3g}",
 }
 _MAIN = ("grad_norm", "learning_rate", "tokens_per_second", "mfu")
-_ELSEWHERE = ("loss", "memory_gb")
+_ELSEWHERE = (*LOSSES, "memory_gb")
 
 
 def format_of(name: str) -> Callable[[float], str]:
@@ -47,19 +48,24 @@ def curves_section(report: Mapping[str, Any]) -> str:
 
 
 def _loss(report: Mapping[str, Any]) -> str:
-    points, evaluations = report["curves"].get("loss", []), report["evaluations"]
+    name = next((name for name in LOSSES if name in report["curves"]), "loss")
+    points, evaluations = report["curves"].get(name, []), report["evaluations"]
     trend = smoothed(points)
     series = [Series("training", points, 0, faint=trend is not None)] if points else []
     series += [Series("training, smoothed", trend, 0)] if trend else []
-    series += [
+    evaluated = [
         Series(shown(name), found, 1 + n, dots=len(found) < 60) for n, (name, found) in enumerate(evaluations.items())
     ]
-    marks = _marks("loss", report["spikes"])
-    charts = [
-        f'<div class="{kind}">{draw(Chart("Loss over optimizer steps", series, marks=marks, wide=wide))}</div>'
+    title = f"{shown(name).capitalize()} over optimizer steps"
+    together = name == "loss"  # otherwise they are not of one kind
+    charts = [(title, [*series, *(evaluated if together else [])], _marks(name, report["spikes"]))]
+    if evaluated and not together:
+        charts.append(("Cross-entropy of evaluations over optimizer steps", evaluated, []))
+    return "".join(
+        f'<div class="{kind}">{draw(Chart(title, series, marks=marks, wide=wide))}</div>'
+        for title, series, marks in charts
         for kind, wide in (("wide", True), ("narrow", False))
-    ]
-    return "".join(charts)
+    )
 
 
 def _quantity(name: str, points: Any, spikes: Any) -> str:
@@ -133,12 +139,12 @@ def memory_section(report: Mapping[str, Any]) -> str:
     limit, predicted = memory["limit_bytes"], memory["predicted_bytes"]
     levels = []
     if limit and (memory["on_gpu"] or memory["peak_bytes"] > 0.3 * limit):
-        levels.append(("limit", limit / _GIB))
+        levels.append(("limit", limit / BYTES_PER_GB))
     if predicted and not memory["predicted_is_tensors"]:
-        levels.append(("planned", predicted / _GIB))
+        levels.append(("planned", predicted / BYTES_PER_GB))
     what = "peak of a device" if memory["on_gpu"] else "resident memory of the main process"
     chart = draw(
-        Chart(f"Memory in GiB: {what}", [Series("", points, 0)], format_of("memory_gb"), levels, from_zero=True)
+        Chart(f"Memory in GB: {what}", [Series("", points, 0)], format_of("memory_gb"), levels, from_zero=True)
     )
     texts = [f"most {human_bytes(memory['peak_bytes'])}"]
     if limit:

@@ -35,7 +35,7 @@ def outcome_of(files: RunFiles) -> Outcome:
     step, planned = files.last_step, files.summary.get("max_steps")
     where = f"step {step:,} of {planned:,}" if is_number(planned) else f"step {step:,}"
     if not files.sessions:
-        if any("train_runtime" in record and "loss" not in record for record in files.records):
+        if any("train_runtime" in record and files.loss_name not in record for record in files.records):
             return Outcome("finished", f"The training ended at {where}.")
         return Outcome("unknown", f"The last record is of {where}; the run has no history that says how it ended.")
     session = files.sessions[-1]
@@ -67,8 +67,8 @@ def outcome_of(files: RunFiles) -> Outcome:
 
 
 def _finished(files: RunFiles, where: str) -> Outcome:
-    broken = files.not_finite("loss")
-    loss = files.curve("loss")
+    broken = files.not_finite(files.loss_name)
+    loss = files.curve(files.loss_name)
     if broken and (not loss or broken[-1] > loss[-1][0]):
         return Outcome(
             "diverged", f"The training ended at {where}, but its loss is not finite since step {broken[0]:g}."

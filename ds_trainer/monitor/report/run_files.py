@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.monitor.metrics_file import read_records
+from ds_trainer.monitor.plots import loss_name
 from ds_trainer.monitor.report.history import HISTORY_NAME, Session, read_sessions
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
@@ -93,6 +94,11 @@ class RunFiles:
         """The last step known."""
         logged = [int(record["step"]) for record in self.records if is_number(record.get("step"))]
         return max([*logged[-1:], *(session.step for session in self.sessions[-1:])], default=0)
+
+    @property
+    def loss_name(self) -> str:
+        """What the training loss is called."""
+        return loss_name(self.records)
 
     def curve(self, name: str) -> Points:
         """``(step, value)`` of every finite logged value of ``name``."""

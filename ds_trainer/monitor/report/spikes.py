@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from ds_trainer.data.order import epoch_order
+from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.run_files import Points, RunFiles, is_number
 
 _WINDOW = 20  # earlier values that a value is compared with
 _FEWEST = 5
-_LEAST_RATIO = {"loss": 1.5, "grad_norm": 4.0}
+_LEAST_RATIO = {**dict.fromkeys(LOSSES, 1.5), "grad_norm": 4.0}
 _DEVIATIONS = 8.0  # median absolute deviations
 MOST_SPIKES = 20
 _MOST_SAMPLES = 32
@@ -70,7 +71,7 @@ def find_spikes(name: str, points: Points, ratio: float) -> list[Spike]:
             usual = statistics.median(recent)
             deviation = statistics.median(abs(one - usual) for one in recent)
             if value > max(usual + _DEVIATIONS * deviation, ratio * usual) and value > 0:
-                first = before + 1 if name == "loss" else int(step)
+                first = before + 1 if name != "grad_norm" else int(step)
                 found.append(Spike(name, min(first, int(step)), int(step), value, usual))
         recent.append(value)
         before = int(step)

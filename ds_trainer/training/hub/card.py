@@ -137,7 +137,7 @@ def results_table(log_history: Sequence[Mapping[str, Any]]) -> str:
     rows: dict[Any, dict[str, str]] = {}
     loss: Any = None
     for entry in log_history:
-        loss = entry.get("loss", loss)
+        loss = entry.get("loss", entry.get("distillation_loss", loss))
         found = _metrics(entry)
         if found:
             row = rows.setdefault(entry.get("step"), {})

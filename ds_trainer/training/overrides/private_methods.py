@@ -14,6 +14,7 @@ Source: ``transformers/trainer.py`` of transformers 5, and the trainers of TRL, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -157,7 +158,8 @@ class PrivateMethods(CalledMethods):
         if not self.args.remove_unused_columns:
             return dataset
         self._set_signature_columns_if_needed()
-        return drop_unused_columns(dataset, self.model, self._signature_columns)
+        of_library = _is_of_library(self._set_signature_columns_if_needed)  # it has made others of them
+        return drop_unused_columns(dataset, self.model, self._signature_columns, of_library)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
@@ -255,10 +257,18 @@ class PrivateMethods(CalledMethods):
         """
 
 
+def _is_of_library(method: Any) -> bool:
+    """Whether a method is that of an installed package, which nobody changes who reads a note."""
+    name = str(getattr(method, "__module__", None))
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in file and not name.startswith("ds_trainer.")
+
+
 def note_ignored_overrides(trainer: type) -> None:
-    """Write to the log which private methods of a subclass are not called."""
+    """Write to the log which private methods of a subclass are not called; those of a library nobody can remove."""
     for name, reason in NOT_CALLED.items():
-        if getattr(trainer, name, None) is not getattr(PrivateMethods, name, None):
+        override = getattr(trainer, name, None)
+        if override is not getattr(PrivateMethods, name, None) and not _is_of_library(override):
             logger.info("%s.%s is not called: %s.", trainer.__name__, name, reason)
 
 

@@ -18,6 +18,7 @@ from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
 from ds_trainer.checkpoint.weights.adapter_files import base_parameter_names
 from ds_trainer.engine.state.flat_partitions import UnknownState
 from ds_trainer.engine.state.state_shards import all_in_memory, changed_only_by_steps
+from ds_trainer.monitor.units import human_bytes
 from ds_trainer.optim.weight_swapping import swaps_weights
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
@@ -116,9 +117,9 @@ class BackgroundSaves:
             return False
         if not fits_in_memory(needed):
             logger.warning(
-                "Training waits while checkpoints are written: a copy of the state (%.1f GiB per rank) does not "
+                "Training waits while checkpoints are written: a copy of the state (%s per rank) does not "
                 "fit into the free host memory. To avoid this warning, set save_async=False.",
-                needed / 2**30,
+                human_bytes(needed),
             )
             return False
         return True

@@ -63,7 +63,7 @@ def _start(**changes: Any) -> dict[str, Any]:
         "command": "ds-trainer train recipe.yaml --arguments.learning_rate 2e-5", "directory": "/data/project",
         "git": {"commit": "4f2c9a7d1e0b8c6a5f3d2e1b0a9c8d7e6f5a4b3c", "branch": "main", "changed_files": 2},
         "versions": {"python": "3.11.7", "ds_trainer": "0.1.0", "torch": "2.13.0+cu130", "cuda": "13.0"},
-        "host": "node-17", "system": "Linux, 192 CPUs, 2015 GiB", "restarts": 0, "pid": 4242, "run_name": "chat-8b",
+        "host": "node-17", "system": "Linux, 192 CPUs, 2.16 TB", "restarts": 0, "pid": 4242, "run_name": "chat-8b",
         "arguments": [
             {"name": "learning_rate", "value": 2e-5, "default": 5e-5, "origin": "command line"},
             {"name": "zero_stage", "value": 3, "default": None, "origin": "recipe.yaml:14"},
