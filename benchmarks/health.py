@@ -29,6 +29,7 @@ import numpy as np
 from overhead import MODELS, Case, Tokens, build_model, collate
 from turns import Moment
 
+from ds_trainer.monitor.throughput import TimedIterator
 from ds_trainer.utils.ranks import free_port
 
 ON, OFF, CONTROL = "on", "off", "off again"
@@ -47,7 +48,7 @@ class NoHealth:
         pass
 
     def begin_data(self, iterator: Any) -> Any:
-        return iterator
+        return TimedIterator(iterator)
 
     def begin_compute(self) -> None:
         pass

@@ -107,22 +107,31 @@ class ThroughputMeter:
 
 
 class TimedIterator(Generic[T]):
-    """An iterator that measures how long its caller waits for it: ``seconds``, on the host's clock."""
+    """An iterator that measures how long its caller waits for it: ``seconds``, on the host's clock.
 
-    def __init__(self, source: Iterable[T], clock: Callable[[], float] = time.perf_counter) -> None:
+    ``waited`` are those of them in which this thread waited for other ranks, by the second clock.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[T],
+        clock: Callable[[], float] = time.perf_counter,
+        waits: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._source = iter(source)
-        self._clock = clock
-        self.seconds = 0.0
+        self._clock, self._waits = clock, waits
+        self.seconds = self.waited = 0.0
 
     def __iter__(self) -> TimedIterator[T]:
         return self
 
     def __next__(self) -> T:
-        start = self._clock()
+        start, waited = self._clock(), self._waits()
         try:
             return next(self._source)
         finally:
             self.seconds += self._clock() - start
+            self.waited += self._waits() - waited
 
 
 class PhaseClock:

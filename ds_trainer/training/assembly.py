@@ -271,7 +271,8 @@ class Assembly:
         """The methods of a step, including those that a subclass overrides or that were replaced on the Trainer."""
         from ds_trainer.training.loop.step import StepMethods
 
-        return StepMethods.of(self.trainer, self.changed_methods(), self.engines.copies.begin)
+        copies = self.engines.copies
+        return StepMethods.of(self.trainer, self.changed_methods(), copies.begin if copies.ahead else None)
 
     def inputs(self) -> TrainerInputs:
         """The current values of the constructor arguments."""
@@ -309,8 +310,7 @@ class Assembly:
 
         optimizer, schedule = self.user_optimizers
         own_schedule = schedule is not None or "create_scheduler" in self.overridden
-        by_class = None if self.optimizer_class is None else self.optimizer_class[0]
-        cls = by_class if optimizer is None else type(optimizer)
+        cls = (self.optimizer_class or [None])[0] if optimizer is None else type(optimizer)
         about = self.args, self.batch_plan, self.compiled, self.trainer.train_dataset, plan.max_steps
         return compatibility_of(*about, own_schedule, cls)
 

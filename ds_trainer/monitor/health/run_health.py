@@ -116,12 +116,13 @@ class RunHealth:
         self._heartbeat.enter(BETWEEN)
         self.seconds_ahead, self._waited_ahead = time.perf_counter() - began, self._waits.seconds - waited
 
-    def begin_data(self, iterator: Iterator[T]) -> Iterator[T]:
+    def begin_data(self, iterator: Iterator[T]) -> TimedIterator[T]:
         """Begin a step and its data loading. Returns the iterator to read from."""
         self._enter(DATA)
         # If one rank reads for several, the others wait for it in a collective: their own data is not slow.
-        self._data = TimedIterator(iterator, lambda: self._waits.seconds)
-        return self._data
+        timed = TimedIterator(iterator, waits=lambda: self._waits.seconds)
+        self._data = timed
+        return timed
 
     def begin_compute(self) -> None:
         """The data is loaded; forward and backward passes begin."""
@@ -146,7 +147,7 @@ class RunHealth:
         communication, self._waited = waited - self._waited - self._waited_paused, waited
         self._waited_paused = 0.0
         if self._times is not None and not first:
-            in_data = self._waited_ahead + (0.0 if self._data is None else self._data.seconds)
+            in_data = self._waited_ahead + (0.0 if self._data is None else self._data.waited)
             self._times.add(step, seconds, max(0.0, data_seconds - in_data), communication)
         self.seconds_ahead = self._waited_ahead = 0.0
         # Nobody but the loop may hold the iterator: data loader workers end with the last reference to it. If it were

@@ -260,32 +260,25 @@ class LossComputation:
         """
         # The loop does this in `of`, and not where it wants the outputs of an evaluation.
         with nullcontext() if self.for_loop else self.chunked.deferring(model):
-            loss, outputs = self._loss_and_outputs(model, inputs, items)
+            if self._loss_function is not None:
+                name = labels_in(inputs, self.label_names)
+                labels = inputs.pop(name) if name is not None else None
+                if labels is None:
+                    self._warn_of_missing_labels()
+                shifted = {}
+                if self._shifts_for_function and "shift_labels" in inputs:
+                    shifted = {"shift_labels": inputs.pop("shift_labels")}
+                outputs = model(**inputs)
+                loss = self._loss_function(outputs, labels, num_items_in_batch=items, **shifted)
+            elif self._smoother is not None:
+                targets = self._smoother.take_targets(inputs)
+                outputs = model(**inputs)
+                loss = self._smoother(outputs, targets, num_items_in_batch=items)
+                outputs = self._smoother.with_loss(outputs, loss)
+            else:
+                loss, outputs = self._of_model(model, inputs, items)
         if not self.for_loop and items is not None and self.rule.normalized:
             loss = loss * self._layout.seq_data_parallel_size
-        return loss, outputs
-
-    def _loss_and_outputs(
-        self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Any]:
-        """The loss of the user's function, of label smoothing, or of the model."""
-        if self._loss_function is not None:
-            name = labels_in(inputs, self.label_names)
-            labels = inputs.pop(name) if name is not None else None
-            if labels is None:
-                self._warn_of_missing_labels()
-            shifted = {}
-            if self._shifts_for_function and "shift_labels" in inputs:
-                shifted = {"shift_labels": inputs.pop("shift_labels")}
-            outputs = model(**inputs)
-            loss = self._loss_function(outputs, labels, num_items_in_batch=items, **shifted)
-        elif self._smoother is not None:
-            targets = self._smoother.take_targets(inputs)
-            outputs = model(**inputs)
-            loss = self._smoother(outputs, targets, num_items_in_batch=items)
-            outputs = self._smoother.with_loss(outputs, loss)
-        else:
-            loss, outputs = self._of_model(model, inputs, items)
         return loss, outputs
 
     def _warn_of_missing_labels(self) -> None:

@@ -21,7 +21,7 @@ from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.monitor.health.run_health import RunHealth
-from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter, TimedIterator
+from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
@@ -56,7 +56,7 @@ class StepMethods:
         compute_loss: the loss of one micro-batch.
         prepare_inputs: moves a batch to the device.
         loss_context: context managers around the loss computation; None if no subclass adds any.
-        begin_copy: begins to copy the next micro-batch to the device.
+        begin_copy: begins to copy the next micro-batch to the device; None: copies are made when they are needed.
         uses_accelerator: whether user code may call ``trainer.accelerator`` in a step.
         own_step: whether ``training_step`` is that of a subclass.
     """
@@ -67,12 +67,14 @@ class StepMethods:
     compute_loss: LossMethod
     prepare_inputs: Callable[[Mapping[str, Any]], dict[str, Any]]
     loss_context: Callable[[], AbstractContextManager[Any]] | None
-    begin_copy: Callable[[Any], None]
+    begin_copy: Callable[[Any], None] | None
     uses_accelerator: bool
     own_step: bool
 
     @classmethod
-    def of(cls, trainer: TrainerProtocol, changed: Collection[str], begin_copy: Callable[[Any], None]) -> StepMethods:
+    def of(
+        cls, trainer: TrainerProtocol, changed: Collection[str], begin_copy: Callable[[Any], None] | None
+    ) -> StepMethods:
         """The methods of ``trainer``, of which ``changed`` are those of a subclass or were replaced on the object."""
         contexts = not {"compute_loss_context_manager", "autocast_smart_context_manager"}.isdisjoint(changed)
         return cls(
@@ -252,6 +254,11 @@ class StepRunner:
         self._device = device
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
+        begin = methods.begin_copy if recovery is None else None  # a micro-batch may be split
+        if begin is not None and losses.sharder is not None:  # whole rows are going to be cut
+            self._begin_copy: Callable[[Any], Any] | None = lambda one: isinstance(one, ShardedBatch) and begin(one)
+        else:
+            self._begin_copy = begin
         self._first_steps = first_steps
         self.learning_rate: Any = float("nan")
         engine.during_backward = health.clock.backward
@@ -272,23 +279,30 @@ class StepRunner:
         events.notify("on_step_begin")
         use_training_weights(self._optimizer)
 
-        timed = TimedIterator(health.begin_data(source))
-        batches, divisor = self._methods.get_batch_samples(timed, micro_steps, self._device)
+        # All micro-batches are fetched before the first is computed: a loss is divided by the items of the whole global
+        # batch, and their number is summed over the ranks once in a step.
+        data = health.begin_data(source)
+        batches, divisor = self._methods.get_batch_samples(data, micro_steps, self._device)
         items = self._losses.items_of_step(divisor)
         try:
             self._check(batches, micro_steps, step)
             if self._first_steps is not None:
                 with health.clock.inside(CHECKS):
                     self._first_steps.begin(batches)
-            self._begin_copy(batches[0])
+            if self._begin_copy is not None:
+                self._begin_copy(batches[0])
             health.begin_compute()
             guard.begin_step()
             for batch in batches:
                 self._counter.add(batch)
-            losses = self._run_micro_batches(batches, items, step)
+            # The host launches all passes of the step without a wait for the device: what ranks and host have to know
+            # about them is asked for once, before the update.
+            losses = self._passes(batches, items, step)
             engine.complete_gradients()
             if self._first_steps is not None:
                 self._first_steps.before_update(batches, items)
+            # From here on the gradients are those of the global batch. Whether they reach the weights is decided by all
+            # ranks together: one rank that skips alone would have other weights from now on.
             events.notify("on_pre_optimizer_step")
             self.learning_rate = current_lr(self._optimizer)
             health.begin_update()
@@ -307,42 +321,36 @@ class StepRunner:
         first_steps = self._first_steps
         if first_steps is not None and first_steps.end(applied, loss, self.learning_rate):
             self._first_steps = None
-        waited = timed.seconds + health.seconds_ahead
+        waited = data.seconds + health.seconds_ahead
         self._meter.add(waited=waited)
         health.step_done(step + 1, waited)
         return update
 
-    def _run_micro_batches(self, batches: list[Any], items: ItemCount, step: int) -> list[torch.Tensor]:
-        """Forward and backward passes of a step; returns the contributions of this rank to the loss."""
-        recovery = self._recovery
-        if recovery is None:
-            return self._passes(batches, items, step)
-        recovery.begin_step()
-        losses = self._passes(recovery.split(batches), items, step)
-        while recovery.must_repeat(step):
-            losses = self._passes(recovery.split(batches), items, step)
-        return losses
-
     def _passes(self, batches: list[Any], items: ItemCount, step: int) -> list[torch.Tensor]:
-        engine, events, recovery = self._engine, self._events, self._recovery
-        self._window.begin_step()
-        self._micro_batches.accumulation = len(batches)
-        losses, notifies = [], len(batches) > 1 and bool(events.handler.listeners("on_substep_end"))
-        for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            engine.begin_micro_batch(last, isinstance(batch.local if isinstance(batch, ShardedBatch) else batch, Dummy))
-            run = partial(self._micro_batches.run, items=items, step=step, index=index)
-            losses.append(run(batch) if recovery is None else recovery.run(run, batch))
-            if not last:
-                self._begin_copy(batches[index + 1])
-            if notifies and not last:
-                events.notify("on_substep_end")
-        return losses
+        """Forward and backward passes of a step, again with smaller micro-batches if memory runs out.
 
-    def _begin_copy(self, batch: Any) -> None:
-        """Copy the next micro-batch to the device beside the present work, unless it is going to be cut or split."""
-        if self._recovery is None and (self._losses.sharder is None or isinstance(batch, ShardedBatch)):
-            self._methods.begin_copy(batch)
+        Returns:
+            The contributions of this rank to the loss.
+        """
+        engine, events, recovery, begin_copy = self._engine, self._events, self._recovery, self._begin_copy
+        if recovery is not None:
+            recovery.begin_step()
+        while True:
+            parts = batches if recovery is None else recovery.split(batches)
+            self._window.begin_step()
+            self._micro_batches.accumulation = len(parts)
+            losses, notifies = [], len(parts) > 1 and bool(events.handler.listeners("on_substep_end"))
+            for index, batch in enumerate(parts):
+                last, local = index == len(parts) - 1, batch.local if isinstance(batch, ShardedBatch) else batch
+                engine.begin_micro_batch(last, isinstance(local, Dummy))
+                run = partial(self._micro_batches.run, items=items, step=step, index=index)
+                losses.append(run(batch) if recovery is None else recovery.run(run, batch))
+                if begin_copy is not None and not last:  # beside what the device still computes
+                    begin_copy(parts[index + 1])
+                if notifies and not last:
+                    events.notify("on_substep_end")
+            if recovery is None or not recovery.must_repeat(step):
+                return losses
 
     def _check(self, batches: list[Any], micro_steps: int, step: int) -> None:
         if len(batches) != micro_steps:
