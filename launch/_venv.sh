@@ -87,7 +87,7 @@ stamped() { [ -f "$VENV/.ds_trainer_$1" ] && [ "$(cat "$VENV/.ds_trainer_$1")" =
 
 install_into_venv() {
     local kind="$1" key="$2" extras
-    case "$kind" in run) extras="hf,plot" ;; dev) extras="dev" ;; *) die "unknown environment '$kind'" ;; esac
+    case "$kind" in run) extras="hf" ;; dev) extras="dev" ;; *) die "unknown environment '$kind'" ;; esac
     # An interrupted installation must not look complete.
     rm -f "$VENV/.ds_trainer_run" "$VENV/.ds_trainer_dev"
     say "installing torch $TORCH_VERSION (takes minutes the first time)"

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "ds_trainer" / "monitor" / "doctor" / "tested_versions.json"
 PAGE = ROOT / "docs" / "reference" / "versions.md"
-BOUNDED = ("hf", "peft", "plot", "optimizers", "optuna", "trackers")
+BOUNDED = ("hf", "peft", "optimizers", "optuna", "trackers")
 """The extras whose lower bounds are tested; those of the tools that test are not."""
 SETS = {
     "pins": "the exact versions of constraints.txt, which `launch/test.sh` and CI use",

@@ -14,8 +14,6 @@ from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.step_line import phrases, step_line
 from ds_trainer.monitor.units import human_duration
-from ds_trainer.utils.printable import one_line
-from ds_trainer.utils.secrets import redacted
 
 # Short enough to leave the bar some width on 80 columns: all other values are in the lines above it.
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -77,20 +75,18 @@ class _LogPrinter(TrainerCallback):
         self._began = None
 
     def _line(self, logs: Any, state: TrainerState, max_str_len: int = 100) -> str:
-        """One line: the step, the values, and during a training the time since its start and to its end.
+        """One line: the step, the values, and during a training the remaining time.
 
         The estimate includes evaluations and saves at the rate seen so far.
         """
-        line = one_line(redacted(step_line(logs, state.global_step, state.max_steps, max_str_len)))
+        step, end = state.global_step, ""
         is_summary = "train_runtime" in logs and logs.keys().isdisjoint(LOSSES)  # which has its own times
-        if self._began is None or is_summary:
-            return line
-        (began, first_step), step = self._began, state.global_step
-        elapsed = time.monotonic() - began
-        line += f"  elapsed {human_duration(elapsed)}"
-        if first_step < step < state.max_steps:
-            line += f"  ETA {human_duration(elapsed / (step - first_step) * (state.max_steps - step))}"
-        return line
+        if self._began is not None and not is_summary:
+            began, first_step = self._began
+            if first_step < step < state.max_steps:
+                seconds = (time.monotonic() - began) / (step - first_step) * (state.max_steps - step)
+                end = f"ETA {human_duration(seconds)}"
+        return step_line(logs, step, state.max_steps, max_str_len, end)
 
 
 class PrinterCallback(_LogPrinter):

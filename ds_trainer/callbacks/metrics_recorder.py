@@ -1,4 +1,4 @@
-"""Records what is logged: ``metrics.jsonl`` during the run, ``loss.png`` and ``metrics.png`` at its end."""
+"""Records what is logged: ``metrics.jsonl`` during the run, and ``loss.svg`` at its end if there are baselines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.monitor.metrics_file import MetricsWriter
-from ds_trainer.monitor.plots import plot_losses, plot_metrics
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("callbacks.records")
 
 METRICS_NAME = "metrics.jsonl"
-PLOT_NAME = "loss.png"
-METRICS_PLOT_NAME = "metrics.png"
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -30,7 +28,8 @@ class MetricsFileCallback(TrainerCallback):
 
     A write error during training does not end it: there is one warning, and no more records.
 
-    ``baselines``: losses to draw as horizontal lines in ``loss.png``, name to value.
+    ``baselines``: losses to compare with, name to value. With them, ``loss.svg`` and ``metrics.svg`` are drawn at the
+    end of a training, with the baselines as horizontal lines. ``ds-trainer plot RUN`` draws both for any run.
     """
 
     def __init__(self, baselines: Mapping[str, float] | None = None) -> None:
@@ -73,34 +72,23 @@ class MetricsFileCallback(TrainerCallback):
             self._writer = None
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Draw ``loss.png`` and ``metrics.png``."""
+        """Close ``metrics.jsonl``, and draw it beside the baselines if there are any."""
         self._in_training = False
-        self._plot(args)
+        self._close(args)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Records an evaluation after the training: during one, ``on_log`` does."""
-        if not self._in_training:  # the plot includes evaluations of the finished model
-            self._plot(args)
+        """Close ``metrics.jsonl`` after an evaluation of the finished model, which the charts include."""
+        if not self._in_training:
+            self._close(args)
 
-    def _plot(self, args: Any) -> None:
+    def _close(self, args: Any) -> None:
         if self._writer is None:
             return
         self._writer.close()  # a later record opens it again
-        draw(Path(args.output_dir), self.baselines)
+        if self.baselines:
+            from ds_trainer.monitor.report.writing import write_plots  # not needed before the end of a run
 
-
-def draw(directory: Path, baselines: Mapping[str, float] | None = None) -> list[Path]:
-    """Draw ``loss.png`` and ``metrics.png`` of the run in ``directory``; returns those that were written.
-
-    A disk error is a warning.
-    """
-    source, written = directory / METRICS_NAME, []
-    for name in (PLOT_NAME, METRICS_PLOT_NAME):
-        try:
-            target = directory / name
-            drawn = plot_losses(source, target, baselines) if name == PLOT_NAME else plot_metrics(source, target)
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", directory / name, error)
-        else:
-            written += [target] if drawn else []
-    return written
+            try:
+                write_plots(Path(args.output_dir), self.baselines)
+            except (OSError, ConfigError) as error:  # the training is done, whatever happens to these files
+                logger.warning("The charts of the run cannot be written: %s", error)

@@ -31,7 +31,12 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("--nodes", type=count, metavar="N", help="machines; default: 1")
     add("--devices-per-node", type=count, metavar="N", help=f"default: {plan_request.DEVICES_PER_NODE}")
     add("--this-machine", action="store_true", help="the GPUs and the host memory of this machine")
-    add("--host-memory", type=positive, metavar="GB", help="memory of a machine; default: no limit")
+    add(
+        "--host-memory",
+        type=positive,
+        metavar="GB",
+        help="memory of a machine; default: usual ones",
+    )
     add("--network", type=positive, metavar="GB/S", help="network of each device; default: usual ones")
     add("--nvme", type=positive, metavar="GB", help="local disks of a machine for offload; default: unknown")
     add(
@@ -54,7 +59,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("--top", type=count, default=5, metavar="N", help="plans to show; default: 5")
     add("--config", metavar="FILE", help="write the DeepSpeed configuration of the best plan (-: print only that)")
     add("--probe", action="store_true", help="run two layers on this machine's GPU or CPU, and correct the estimates")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the memory of the best plan; needs ds-trainer[plot]")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the memory of the best plan")
     add("--json", action="store_true", help="print everything as JSON")
     add("--dry-run", type=count, metavar="N", help="run the start-up of rank 0 of N ranks, without GPUs")
 
@@ -116,6 +121,10 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     yield ""
     yield "Start it with" if request.as_written else "Start the first plan with"
     yield f"  {plan_outputs.launch_command(request, result.best)}"
+    cautious = result.cautious
+    if cautious is not None and cautious is not result.best:
+        yield "and the cautious one with"
+        yield f"  {plan_outputs.launch_command(request, cautious)}"
     for problem in plan_outputs.contradictions(request, result.best):
         yield f"But {problem}"
     if options.tokens:

@@ -12,6 +12,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.cli.plan_request import PlanRequest
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
+from ds_trainer.monitor.report.charts import stacked_file
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.model_shape import ModelShape
@@ -110,22 +111,23 @@ def cost_line(found: dict[str, float], price: float | None) -> str:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write the memory of a plan as PNG.
+    """Write the memory of a plan as an SVG: a bar for each moment of a step.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: the file cannot be written, or has another ending.
     """
-    from ds_trainer.monitor.memory_plot import draw_memory
-
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {path}: figures are SVG files. Use {path.with_suffix('.svg')}.")
     memory = plan.memory
-    moments = {moment.name: moment.items for moment in memory.moments}
+    bars = {
+        moment.name: {name: size / 1e9 for name, size in (*moment.items.items(), *memory.overhead.items())}
+        for moment in memory.moments
+    }
     title = f"{plan.model.name}, {plan.cluster.world_size} x {plan.cluster.device}: {plan.candidate.describe()}"
     try:
-        drawn = draw_memory(moments, memory.overhead, plan.cluster.board.memory * 1e9, title, path)
+        write_text_atomic(path, stacked_file(title, bars, plan.cluster.board.memory, "GB of a device"))
     except OSError as error:
         raise ConfigError(f"--plot {path}: {error}") from error
-    if not drawn:
-        raise ConfigError("--plot needs matplotlib: pip install 'ds-trainer[plot]'.")
 
 
 def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +155,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
         "tried": result.tried,
         "fitting": len(result.fitting),
         "plans": [_plan(request, plan, costs) for plan in result.fitting[:count]],
+        "cautious": None if result.cautious is None else _plan(request, result.cautious, costs),
         "rejected": [as_json(plan) for plan in result.neighbors()],
         "conflicts": list(result.conflicts),
     }
@@ -192,13 +195,15 @@ def _plan(request: PlanRequest, plan: Plan, costs: dict[str, Any]) -> dict[str, 
 
 def _flags(request: PlanRequest, plan: Plan) -> list[str]:
     """Arguments for a command line: those of the plan, and overrides of the recipe that they do not replace."""
-    if request.as_written:
+    given = {} if request.recipe is None else request.recipe.arguments
+    for_cpus = {"use_cpu": False} if given.get(name_as_given("use_cpu", given) or "") else {}
+    if request.as_written and not for_cpus:
         return list(request.overrides)
-    wanted = plan.candidate.arguments()
+    wanted = for_cpus if request.as_written else {**plan.candidate.arguments(), **for_cpus}
     if request.recipe is None:
         return [part for name, value in wanted.items() for part in (f"--{name}", _text(value))]
-    given = request.recipe.arguments
-    wanted |= {name: value for name, value in _DEFAULTS.items() if name in given and name not in wanted}
+    if not request.as_written:
+        wanted |= {name: value for name, value in _DEFAULTS.items() if name in given and name not in wanted}
     if given.get("deepspeed") is not None:  # it has the plan's hpZ, which it fixes, and more
         wanted.pop("deepspeed", None)
     flags = {}

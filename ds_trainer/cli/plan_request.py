@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.arguments.compat.renamed_arguments import name_as_given
 from ds_trainer.cli.plan_fixed import fixed_values, not_covered, refuse_contradictions
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
@@ -20,9 +21,15 @@ from ds_trainer.planner.search import Goal, unsharded_stage
 from ds_trainer.recipes.recipe import Recipe, load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
+from ds_trainer.utils.host_memory import total_host_memory
 
 DEVICE, DEVICES_PER_NODE = "H100-80GB", 8
 """Without options."""
+
+NO_EXPERTS_MEASURED = (
+    "No mixture of experts has been measured yet, and experts are taken to be equally busy: expect less speed than "
+    "estimated, and more memory."
+)
 
 _DEFAULT_LENGTH, _LONGEST_DEFAULT = 4096, 8192
 
@@ -63,10 +70,15 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
     recipe = load_recipe(options.model, overrides) if Path(options.model).suffix in (".yaml", ".yml") else None
     if recipe is None and overrides:
         raise ConfigError(f"plan takes no {overrides[0]}. See ds-trainer plan --help.")
-    cluster = _cluster(options)
+    notes: list[str] = []
+    cluster = _cluster(options, notes)
     fixed = dict(fixed_values(options, recipe))
     refuse_contradictions(options, cluster, fixed)
-    notes = [] if recipe is None else not_covered(recipe)
+    if recipe is not None:
+        notes += not_covered(recipe)
+        if recipe.arguments.get(name_as_given("use_cpu", recipe.arguments) or ""):
+            notes.append(f"{recipe.path} is a recipe for CPUs ({recipe.where('arguments.use_cpu')}): the command turns "
+                         "that off.")  # fmt: skip
     config, name = _config_of_recipe(recipe) if recipe is not None else read_config(options.model)
     rank = options.lora_rank
     if recipe is not None and rank is None:
@@ -96,6 +108,8 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
         if taken:
             notes.insert(0, f"From {recipe.path}: {', '.join(taken)}.")
     model = _probed(model, config, "fp32" if precision == "fp32" else "bf16", options.probe, notes)
+    if model.stack.experts > 1:
+        notes.append(NO_EXPERTS_MEASURED)
     length = length or min(model.max_length or _DEFAULT_LENGTH, _LONGEST_DEFAULT)
     goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()), evaluation)
     if note := beyond_positions(model, length):
@@ -234,7 +248,7 @@ def _with_unit(text: str, units: Mapping[str, int], wanted: str) -> int:
     return value
 
 
-def _cluster(options: argparse.Namespace) -> Cluster:
+def _cluster(options: argparse.Namespace, notes: list[str]) -> Cluster:
     more = {} if options.device_file is None else read_devices(options.device_file)
     nodes = options.nodes or 1
     if options.this_machine:
@@ -247,6 +261,10 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         cluster = Cluster.of(options.device or DEVICE, nodes, options.devices_per_node or DEVICES_PER_NODE, more)
     if options.host_memory is not None:
         cluster = replace(cluster, host_memory=options.host_memory)
+    elif cluster.host_memory is None:
+        usual = total_host_memory() / 1e9 if cluster.is_cpu else cluster.board.host_memory
+        cluster = replace(cluster, host_memory=usual)
+        notes.append(f"Host memory of a machine: {usual:,.0f} GB are assumed (--host-memory).")
     if options.network is not None:
         cluster = replace(cluster, board=replace(cluster.board, network=options.network))
     if options.nvme is not None:

@@ -48,6 +48,11 @@ def solve(quantity: str, model: PlannedModel, cluster: Cluster, goal: Goal) -> S
         cluster: the devices; for ``devices``, one of them and the size of a machine.
         goal: batch, length and what is fixed.
     """
+    names = ("optimizer_on_nvme", "param_on_nvme")
+    if cluster.nvme is None and not {name for name, _ in goal.fixed} & set(names):
+        goal = replace(
+            goal, fixed=(*goal.fixed, *((name, False) for name in names))
+        )  # disks of unknown size are no limit
     if quantity == "devices":
         return _devices(model, cluster, goal)
     if quantity == "seq-len":

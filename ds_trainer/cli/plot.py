@@ -11,8 +11,8 @@ from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
 
 HELP = "draw the metrics of a run"
 DESCRIPTION = (
-    "Draw RUN/metrics.jsonl: losses to RUN/loss.png, everything else to RUN/metrics.png. A run draws them at its end; "
-    "this command also draws those of a run that is still training."
+    "Draw RUN/metrics.jsonl, also while the run is training: losses to RUN/loss.svg, everything else to "
+    "RUN/metrics.svg. The report of the run has the same charts."
 )
 
 
@@ -27,13 +27,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: there are no metrics.
     """
-    from ds_trainer.callbacks.metrics_recorder import METRICS_NAME, draw
+    from ds_trainer.callbacks.metrics_recorder import METRICS_NAME
+    from ds_trainer.monitor.report.writing import write_plots
 
     if overrides:
         raise ConfigError(f"plot takes no {overrides[0]}: its only argument is RUN.")
     if not (options.run / METRICS_NAME).is_file():
         raise ConfigError(f"{options.run} has no {METRICS_NAME}: pass the output directory of a training.")
-    written = draw(options.run)
+    try:
+        written = write_plots(options.run)
+    except OSError as error:
+        raise ConfigError(f"The charts cannot be written: {error}.") from error
     for path in written:
         print(path)
     return DONE if written else CANNOT_WORK

@@ -1,12 +1,15 @@
-"""One log event as one line of text: ``step 40/300  epoch 0.13  loss 2.314  lr 2.9e-03  grad norm 0.84``."""
+"""One log event as one line of text: ``step 40/300  epoch 0.13  loss 2.314  grad norm 0.84  lr 2.9e-03``."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_trainer.monitor.metrics_file import plain
+from ds_trainer.monitor.metrics_file import LOSSES, plain
 from ds_trainer.monitor.units import human_bytes, human_count, human_duration
+from ds_trainer.utils.printable import one_line
+from ds_trainer.utils.secrets import redacted
 
 _HIDDEN = ("step", "epoch", "total_flos")  # the first two start the line; the third is not for the console
 
@@ -34,17 +37,57 @@ _SUFFIXES: tuple[tuple[str, Callable[[float], str]], ...] = (
 )
 
 
-_OF_SOURCE = "loss/"
-_MOST_SOURCES = 6
+LONGEST = 110
+"""Characters of a line on the console."""
+
+_FIRST = (*LOSSES, "grad_norm", "learning_rate", "tokens_per_second", "samples_per_second", "mfu", "memory_gb")
+_RECORDED = re.compile(
+    r"step_seconds|tflops_per_device|eval_.*_per_second|eval_items|eval_.*model_preparation_time|(load|packing)_.*|"
+    r"(predicted|measured)_(step_seconds|peak_memory_bytes)|(step_seconds|peak_memory)_error"
+)
+_MUCH_WAITING = 0.1
 
 
-def step_line(logs: Mapping[str, Any], step: int, max_steps: int, max_str_len: int = 100) -> str:
-    """The whole line: step and epoch, then every value of ``logs``. A ``max_steps`` of 0 means unknown."""
+def step_line(logs: Mapping[str, Any], step: int, max_steps: int, max_str_len: int = 100, end: str = "") -> str:
+    """The whole line: step and epoch, values by their importance as far as they fit into :data:`LONGEST`, and ``end``.
+
+    Other measures of the speed, and what a run reports about its start, are in ``metrics.jsonl`` alone.
+
+    Args:
+        logs: the values.
+        step: the optimizer step.
+        max_steps: steps of the run; 0 if that is unknown.
+        max_str_len: characters of a string that are shown.
+        end: the last part, such as the remaining time.
+    """
     parts = [f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"]
     epoch = plain(logs.get("epoch"))
     if isinstance(epoch, (int, float)):
         parts.append(f"epoch {epoch:.2f}")
-    return "  ".join(parts + phrases(logs, max_str_len))
+    values = [one_line(redacted(text)) for text in phrases(_shown(logs), max_str_len)]
+    tail, hidden = [end] if end else [], 0
+    while len(line := "  ".join([*parts, *values, *tail])) > LONGEST and len(values) > 1:
+        values.pop()
+        hidden += 1
+        tail = [f"(+{hidden} in metrics.jsonl)", *([end] if end else [])]
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+
+
+def _shown(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for the console, the most important first; losses of the sources of a mixture come last."""
+    left_out = {
+        f"{stage}{unit}_per_second"
+        for stage in ("", "train_")
+        for unit in ("samples", "steps")
+        if f"{stage}tokens_per_second" in logs
+    }
+    waits = plain(logs.get("data_wait"))
+    if not (isinstance(waits, (int, float)) and waits > _MUCH_WAITING):
+        left_out.add("data_wait")
+    names = [name for name in logs if name not in left_out and not _RECORDED.fullmatch(name)]
+    order = {name: place for place, name in enumerate(_FIRST)}
+    names.sort(key=lambda name: (order.get(name, len(order)), "loss/" in name))
+    return {name: logs[name] for name in names}
 
 
 def phrases(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
@@ -52,16 +95,7 @@ def phrases(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
 
     Strings longer than ``max_str_len`` characters are truncated.
     """
-    found = [
-        _phrase(name, plain(value), max_str_len)
-        for name, value in logs.items()
-        if name not in _HIDDEN and _OF_SOURCE not in name
-    ]
-    sources = [
-        f"{name.partition(_OF_SOURCE)[2]} {_decimal(value, 3)}" for name, value in logs.items() if _OF_SOURCE in name
-    ]
-    more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
-    return [*found, *([f"by source: {', '.join(sources[:_MOST_SOURCES])}{more}"] if sources else [])]
+    return [_phrase(name, plain(value), max_str_len) for name, value in logs.items() if name not in _HIDDEN]
 
 
 def _phrase(name: str, value: Any, max_str_len: int) -> str:

@@ -28,7 +28,7 @@ to 3.4 us over NVLink, 2.7 to 9.6 us over the network, for its protocols LL, LL1
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0  # x16, one direction
 _NUMBERS = ("memory", "bandwidth", "link", "host", "network")
-_DISK = ("nvme_read", "nvme_write")  # may be left out
+_OPTIONAL = ("nvme_read", "nvme_write", "host_memory")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Board:
         network: GB/s to other machines, as machines with this device usually have.
         nvme_read: GB/s that this device reads from local disks if all devices of its machine do.
         nvme_write: GB/s that it writes then.
+        host_memory: GB of memory that a machine with such devices usually has.
     """
 
     memory: float
@@ -52,6 +53,7 @@ class Board:
     network: float
     nvme_read: float = 1.6
     nvme_write: float = 1.6
+    host_memory: float = 2000
 
 
 _H100 = Board(84.9, 3350, 450, _PCIE_5, 50)
@@ -74,11 +76,11 @@ BOARDS: dict[str, Board] = {
     "l4": Board(23.6, 300, _PCIE_4, _PCIE_4, 6),
     "l40": Board(47.6, 864, _PCIE_4, _PCIE_4, 12.5),
     "l40s": Board(47.6, 864, _PCIE_4, _PCIE_4, 12.5),
-    "rtx 3090": Board(25.3, 936, 56, _PCIE_4, 1.25),
-    "rtx 4090": Board(25.3, 1008, _PCIE_4, _PCIE_4, 1.25),
-    "rtx 5090": Board(33.6, 1792, _PCIE_5, _PCIE_5, 1.25),
-    "rtx a6000": Board(50.9, 768, 56, _PCIE_4, 3),
-    "rtx 6000 ada": Board(50.9, 960, _PCIE_4, _PCIE_4, 3),
+    "rtx 3090": Board(25.3, 936, 56, _PCIE_4, 1.25, host_memory=64),
+    "rtx 4090": Board(25.3, 1008, _PCIE_4, _PCIE_4, 1.25, host_memory=128),
+    "rtx 5090": Board(33.6, 1792, _PCIE_5, _PCIE_5, 1.25, host_memory=128),
+    "rtx a6000": Board(50.9, 768, 56, _PCIE_4, 3, host_memory=128),
+    "rtx 6000 ada": Board(50.9, 960, _PCIE_4, _PCIE_4, 3, host_memory=128),
     "h100": _H100,
     "h100 pcie": Board(84.9, 2000, 300, _PCIE_5, 25),
     "h100 nvl": Board(99.8, 3900, 300, _PCIE_5, 25),
@@ -266,7 +268,7 @@ def _matches(key: str, words: str) -> bool:
 
 def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
     """Devices of a YAML file: names with ``tflops`` (by format), ``memory``, ``bandwidth``, ``link``, ``host``,
-    ``network``; optionally ``nvme_read``, ``nvme_write``.
+    ``network``; optionally ``nvme_read``, ``nvme_write``, ``host_memory``.
 
     Raises:
         ConfigError: the file cannot be read, or an entry lacks a number.
@@ -287,7 +289,7 @@ def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
             peaks = Device(
                 tflops.get("bf16"), tflops.get("fp16"), tflops.get("tf32"), tflops.get("fp32", 0.0), str(path)
             )
-            numbers = {key: _positive(entry[key]) for key in (*_NUMBERS, *(key for key in _DISK if key in entry))}
+            numbers = {key: _positive(entry[key]) for key in (*_NUMBERS, *(key for key in _OPTIONAL if key in entry))}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(

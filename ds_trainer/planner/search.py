@@ -21,6 +21,9 @@ from ds_trainer.planner.step_time import StepTime, mfu, step_time, usual_seconds
 MARGIN = 0.06
 """Share of a device's memory that a plan leaves free: the error of the estimate and fragmentation."""
 
+MEASURED_FRAGMENTATION = (0.06, 0.25)
+"""Shares that the allocator reserved beyond the tensors in runs on an H100 (docs/explanation/planner.md)."""
+
 _NEAREST = 64  # rejected plans of which those that lack as much are in the order of their times
 _LARGEST_MICRO_BATCH = 128
 _AS_GIVEN = (*FEATURES, "every_n_layers", "attention", "state_bytes", "float32_sums")  # not searched for if fixed
@@ -94,12 +97,18 @@ class Plan:
     def host_share(self) -> float:
         """Memory that the plan needs of a machine, as a share of what it may use; 0 if that is unknown."""
         room = self.cluster.host_memory
-        return 0.0 if room is None else self._of_a_machine / (room * 1e9 * (1 - self.margin))
+        return 0.0 if room is None else self.host_of_a_machine / (room * 1e9 * (1 - self.margin))
 
     @property
     def excess(self) -> float:
         """The largest share of what it may use, of a device or of a machine; up to 1 if the plan fits."""
         return max(self.memory.device / self.limit, self.host_share, self.nvme_share)
+
+    @property
+    def is_cautious(self) -> bool:
+        """Whether it fits even if the allocator reserves as much beyond the tensors as was measured at worst."""
+        worst = replace(self.memory, fragmentation=max(self.memory.fragmentation, MEASURED_FRAGMENTATION[1]))
+        return self.fits and worst.device <= self.cluster.board.memory * 1e9
 
     @property
     def nvme_share(self) -> float:
@@ -123,7 +132,7 @@ class Plan:
         if self.memory.device > self.limit:
             return f"needs {self.memory.device / 1e9:.1f} GB of a device: {self.memory.peak.name}"
         if self.host_share > 1:
-            return f"needs {self._of_a_machine / 1e9:,.0f} GB of memory on each machine"
+            return f"needs {self.host_of_a_machine / 1e9:,.0f} GB of memory on each machine"
         if self.nvme_share > 1:
             return f"needs {self.nvme / 1e9:,.0f} GB of NVMe on each machine"
         return ""
@@ -134,7 +143,8 @@ class Plan:
         return self.host_share > 1 and self.memory.device <= self.limit
 
     @property
-    def _of_a_machine(self) -> float:
+    def host_of_a_machine(self) -> float:
+        """Bytes of memory that its ranks need on a machine."""
         return self.memory.host * self.cluster.devices_per_node
 
 
@@ -158,6 +168,11 @@ class SearchResult:
     def best(self) -> Plan | None:
         """The fastest plan that fits."""
         return self.fitting[0] if self.fitting else None
+
+    @property
+    def cautious(self) -> Plan | None:
+        """The fastest plan that fits with the most fragmentation that was measured; None if there is none."""
+        return next((plan for plan in self.fitting if plan.is_cautious), None)
 
     def neighbors(self, count: int = 5) -> list[Plan]:
         """Rejected plans that would be faster than the best: what a larger device would allow."""

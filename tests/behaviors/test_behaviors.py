@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,6 @@ def references(
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     selected = [call.params["behavior"] for call in calls if call is not None]
     directory = tmp_path_factory.mktemp("transformers")
-    without_plots = pytest.MonkeyPatch()
-    # Drawing takes most of a small training.
-    without_plots.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert transformers.Trainer is not ds_trainer.Trainer
     gc.freeze()  # both have been imported; transformers collects garbage in every training
     leave_processes()
@@ -45,7 +41,6 @@ def references(
     leave_processes()
     yield found
     leave_processes()
-    without_plots.undo()
     gc.unfreeze()
 
 

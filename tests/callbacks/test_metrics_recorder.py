@@ -1,4 +1,4 @@
-"""What is kept of a run: ``metrics.jsonl`` and ``loss.png``."""
+"""What is kept of a run: ``metrics.jsonl``, and charts beside baselines."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ def test_each_log_is_a_line_at_once(tmp_path: Path) -> None:
     assert (first["step"], first["epoch"], first["loss"]) == (5, 0.1, 2.0)
     assert (second["step"], second["epoch"], second["loss"]) == (10, 0.2, 1.0)
     assert 0.0 <= first["time"] <= second["time"] < 5.0
-    assert not (tmp_path / "out" / "loss.png").exists()  # not before the end
     run.fire("on_train_end")
-    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]  # no figure that nobody asked for
 
 
 def test_step_and_epoch_of_the_run_override_logs_of_the_same_name(tmp_path: Path) -> None:
@@ -77,8 +76,6 @@ def test_a_non_finite_loss_is_null(tmp_path: Path) -> None:
     run.fire("on_log", {"loss": float("nan")})
     record = read_records(tmp_path / "metrics.jsonl")[-1]
     assert record["loss"] is None and record["loss_nonfinite"] == "nan"
-    run.fire("on_train_end")
-    assert (tmp_path / "loss.png").exists()
 
 
 def test_a_resumed_run_continues_the_curve_and_the_clock(tmp_path: Path) -> None:
@@ -124,14 +121,14 @@ def test_a_new_run_in_the_same_directory_keeps_the_old_records(tmp_path: Path) -
 
 
 def test_an_evaluation_of_the_finished_model_is_recorded_and_drawn(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = Run(tmp_path, callback=MetricsFileCallback({"gzip -9": 1.5}))
     run.train(until=20)
     run.evaluate(2.0)
-    assert not (tmp_path / "loss.png").exists()
+    assert not (tmp_path / "loss.svg").exists()
     run.fire("on_train_end")
-    picture = (tmp_path / "loss.png").read_bytes()
+    assert "gzip -9" in (drawn := (tmp_path / "loss.svg").read_text()) and drawn.count("<circle") == 1
     run.evaluate(1.0)
-    assert (tmp_path / "loss.png").read_bytes() != picture
+    assert (tmp_path / "loss.svg").read_text().count("<circle") == 2
     assert [record.get("eval_loss") for record in read_records(tmp_path / "metrics.jsonl")[-2:]] == [2.0, 1.0]
 
 
@@ -148,16 +145,6 @@ def test_only_the_first_process_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_baselines_are_drawn(tmp_path: Path) -> None:
-    pictures = []
-    for name, callback in (("without", MetricsFileCallback()), ("with", MetricsFileCallback({"gzip -9": 1.5}))):
-        run = Run(tmp_path / name, callback=callback)
-        run.train(until=20)
-        run.fire("on_train_end")
-        pictures.append((tmp_path / name / "loss.png").read_bytes())
-    assert pictures[0] != pictures[1]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, log: LogRecords) -> None:
     run = Run(tmp_path)
@@ -172,12 +159,12 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, log: LogRecords) 
 
 
 def test_a_plot_that_cannot_be_written_does_not_end_the_training(tmp_path: Path, log: LogRecords) -> None:
-    run = Run(tmp_path)
+    run = Run(tmp_path, callback=MetricsFileCallback({"gzip -9": 1.5}))
     run.train(until=10)
-    (tmp_path / "loss.png").mkdir()
+    (tmp_path / "loss.svg").mkdir()
     log.messages.clear()
     run.fire("on_train_end")
-    assert len(log.messages) == 1 and "loss.png cannot be written" in log.text
+    assert len(log.messages) == 1 and "The charts of the run cannot be written" in log.text
     assert steps(tmp_path) == [5, 10]
 
 

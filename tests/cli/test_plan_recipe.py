@@ -55,6 +55,24 @@ def test_a_recipe_has_its_own_values(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not started.problems()
 
 
+@pytest.mark.parametrize("name", ["use_cpu", "no_cuda"])
+@pytest.mark.parametrize("how", [[], ["--as-written"]], ids=["searched", "as written"])
+def test_a_recipe_for_cpus_is_started_on_the_planned_devices(
+    name: str, how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "arguments": {**RECIPE["arguments"], name: True}}))
+    assert main(["plan", str(path), *how]) == DONE
+    printed = capsys.readouterr().out
+    assert "is a recipe for CPUs" in printed
+    command = next(line for line in printed.splitlines() if line.startswith("  ds-trainer launch"))
+    assert load_recipe(str(path), shlex.split(command)[5:]).training_arguments().use_cpu is False
+    recipe(path)
+    assert main(["plan", str(path), *how]) == DONE
+    printed = capsys.readouterr().out
+    assert "use_cpu" not in printed and "for CPUs" not in printed
+
+
 def test_options_and_overrides_win_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path / "job.yaml")
     overrides = ["--arguments.gradient_accumulation_steps", "4", "--arguments.seed=7", "--arguments.bf16", "false"]

@@ -37,12 +37,6 @@ def serve(kind: str) -> None:
         replace_transformers()
     for name in (*_LIBRARIES, *(_ENGINE if kind == "ds_trainer" else ())):
         importlib.import_module(name)
-    if kind == "ds_trainer":
-        from ds_trainer.callbacks import metrics_recorder
-
-        # The pictures of a run of a few steps take as long as the run.
-        metrics_recorder.plot_losses = lambda *arguments: False
-        metrics_recorder.plot_metrics = lambda *arguments: False
     for line in sys.stdin:
         request = json.loads(line)
         ranks = {}

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from ds_trainer.monitor.step_line import phrases, step_line
+from ds_trainer.utils.secrets import register_secrets_of
 
 
 def test_a_training_line() -> None:
@@ -75,9 +76,45 @@ def test_torch_and_numpy_scalars_look_like_numbers() -> None:
     assert step_line(logs, 1, 2) == "step 1/2  epoch 0.25  loss 2.500  grad norm 0.50"
 
 
-def test_losses_of_sources_are_together_and_bounded() -> None:
-    logs = {"loss": 1.5, **{f"loss/s{number}": number / 2 for number in range(8)}, "grad_norm": 1.0}
+def test_a_line_has_at_most_110_characters_with_the_most_important_values_first() -> None:
+    """That of a run of preference optimization: the loss and the remaining time stay, whatever else is logged."""
+    logs = {
+        **{f"rewards/margin_{number}": number / 3 for number in range(12)},
+        "samples_per_second": 51.5, "step_seconds": 0.16, "tflops_per_device": 0.003, "data_wait": 0.004, "epoch": 0.5,
+        "tokens_per_second": 12_345.6, "memory_gb": 0.812, "learning_rate": 2.9e-3, "grad_norm": 0.84, "loss": 2.3,
+    }  # fmt: skip
+    assert step_line(logs, 40, 300, end="ETA 3 min 20 s") == (
+        "step 40/300  epoch 0.50  loss 2.300  grad norm 0.84  lr 2.9e-03  (+14 in metrics.jsonl)  ETA 3 min 20 s"
+    )
+    for size in range(1, 130, 7):
+        assert len(step_line({"loss": 1.0, "note": "x" * size, "eval_loss": 2.0}, 10**9, 10**9, 200, "ETA 1 s")) <= 110
+
+
+def test_a_single_long_value_is_cut_and_not_dropped() -> None:
+    line = step_line({"note": "x" * 300}, 1, 2, 300)
+    assert len(line) == 110 and line.startswith("step 1/2  note xxx") and line.endswith("...")
+
+
+def test_secrets_in_values_do_not_make_a_line_longer_than_it_may_be() -> None:
+    register_secrets_of({"api_key": "a-secret-of-some-length"})
+    assert "a-secret" not in step_line({"note": "key a-secret-of-some-length"}, 1, 2)
+
+
+def test_what_only_describes_the_start_and_the_planner_is_not_on_the_console() -> None:
+    logs = {
+        "train_runtime": 200.0, "train_loss": 2.5, "train_tokens_per_second": 3000.0, "train_samples_per_second": 23.0,
+        "train_steps_per_second": 3.0, "load_seconds": 3.0, "load_bytes_read": 100, "packing_fill": 0.98,
+        "predicted_step_seconds": 0.04, "measured_step_seconds": 0.58, "step_seconds_error": 15.35,
+        "predicted_peak_memory_bytes": 1.0, "peak_memory_error": 0.1, "train_wer_error": 0.25,
+    }  # fmt: skip
+    assert step_line(logs, 3, 3) == (
+        "step 3/3  train time 3 min 20 s  train loss 2.500  train 3k tok/s  train wer error 0.25"
+    )
+    assert step_line({"loss": 1.0, "data_wait": 0.5}, 3, 3) == "step 3/3  loss 1.000  data wait 50 %"
+
+
+def test_losses_of_sources_come_last() -> None:
+    logs = {"loss": 1.5, **{f"loss/s{number}": number / 2 for number in range(8)}, "accuracy": 1.0}
     assert step_line(logs, 1, 2) == (
-        "step 1/2  loss 1.500  grad norm 1.00  by source: s0 0.000, s1 0.500, s2 1.000, s3 1.500, s4 2.000, s5 2.500 "
-        "and 2 more"
+        "step 1/2  loss 1.500  accuracy 1  loss/s0 0  loss/s1 0.5  loss/s2 1  loss/s3 1.5  (+4 in metrics.jsonl)"
     )

@@ -104,7 +104,7 @@ def one_process(folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_output_directory_is_complete(folder: Path, one_process: subprocess.CompletedProcess[str]) -> None:
     names = {path.name for path in (folder / "out").iterdir()}
-    wanted = {"results.json", "metrics.jsonl", "loss.png", "trainer_state.json", "ds_config.json", "config.json"}
+    wanted = {"results.json", "metrics.jsonl", "loss.svg", "trainer_state.json", "ds_config.json", "config.json"}
     assert wanted | {"model.safetensors", "byte_tokenizer.json"} <= names
     newest = max((folder / "out").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert newest.name == "results.json"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import runpy
 import sys
 
-from ds_trainer.callbacks import metrics_recorder
 from ds_trainer.monitor.plots import plot_losses
+
+from ds_trainer.callbacks import metrics_recorder
 
 
 def run_script(path: str, arguments: list[str]) -> None:

@@ -13,7 +13,6 @@ from ds_trainer.monitor.units import human_bytes, human_duration
 _DATA_WAIT = 0.1  # of the time of steps
 _FREE_MEMORY = 0.5  # of the limit
 _LOW_MFU = 0.2
-_FAR_FROM_PUBLISHED = 0.7
 _OVERFIT = 0.02  # share by which the last evaluation loss is above the best
 _LARGE_SHARE = 0.2  # of the run, for saves, evaluation, logging
 _SPIKES = 3
@@ -89,12 +88,8 @@ def _speed(use: TimeUse, speed: Mapping[str, Any], memory: Mapping[str, Any]) ->
     if memory.get("on_gpu") and limit and peak and peak < _FREE_MEMORY * limit:
         how = "Raise per_device_train_batch_size, and lower gradient_accumulation_steps by the same factor."
         found.append(Advice(how, f"The peak of {human_bytes(peak)} is far below the {human_bytes(limit)} of a device."))
-    mfu, published = speed.get("mfu"), speed.get("published") or {}
-    best = published.get("mfu")
-    if mfu is not None and best is not None and mfu < _FAR_FROM_PUBLISHED * best:
-        how = "Profile a few steps (profile_steps=5), and compare layouts with ds-trainer plan."
-        found.append(Advice(how, f"MFU is {mfu:.0%}; {published['source']} reached {best:.0%}."))
-    elif mfu is not None and best is None and mfu < _LOW_MFU:
+    mfu = speed.get("mfu")
+    if mfu is not None and mfu < _LOW_MFU:
         how = "Profile a few steps (profile_steps=5): larger micro-batches, longer or packed rows, torch_compile."
         found.append(Advice(how, f"MFU is {mfu:.0%}, which is low."))
     communication = use.share(throughput.COMMUNICATION)

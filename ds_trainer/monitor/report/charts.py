@@ -1,23 +1,45 @@
-"""Charts as inline SVG: lines, bars of shares, histograms. Colors are classes of the page's style sheet."""
+"""Charts as SVG: lines, bars of shares, histograms, stacked bars; in a page or as files of their own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from statistics import median
-
-from ds_trainer.monitor.plots import smooth
+from statistics import fmean, median
 
 Points = Sequence[Sequence[float]]
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 12, 24
 _TICK_STEPS = (1, 2, 2.5, 5, 10)
 _SMOOTH_FROM = 60
 _LARGEST = 1e150
 SERIES = 6
 """Number of series colors."""
+
+LIGHT = (
+    "--page:#f6f7f9;--card:#fff;--text:#1c2128;--soft:#57606a;--line:#d9dee5;--good:#1a7f37;--bad:#b3261e;"
+    "--warn:#8a5a00;--trained:#d7f0dc;--masked:#eceff3;"
+    "--c0:#2563a8;--c1:#c2500b;--c2:#1b7f5c;--c3:#8447a8;--c4:#9a7416;--c5:#5f6670;"
+)
+DARK = (
+    "--page:#0f1318;--card:#181d24;--text:#e6eaf0;--soft:#9aa5b3;--line:#2c343f;--good:#56c271;--bad:#ff8078;"
+    "--warn:#e3b341;--trained:#17402a;--masked:#262d37;"
+    "--c0:#6ea8ef;--c1:#f0944d;--c2:#4cc59b;--c3:#c390e8;--c4:#d9b44a;--c5:#9aa5b3;"
+)
+CHART_STYLE = (
+    ".line{fill:none;stroke-width:1.8;stroke-linejoin:round}.faint{opacity:.35;stroke-width:1}"
+    ".grid{stroke:var(--line);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}"
+    ".level{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:5 4}"
+    ".tick{fill:var(--soft);font-size:11px}.end{text-anchor:end}.mid{text-anchor:middle}"
+    ".spike{fill:none;stroke:var(--bad);stroke-width:2}.broken{stroke:var(--bad);stroke-width:2.5;fill:none}"
+    ".hatched{opacity:.4}"
+) + "".join(f".c{n}{{stroke:var(--c{n})}}.dot.c{n},.f{n}{{fill:var(--c{n})}}" for n in range(SERIES))
+_FILE_STYLE = (
+    f":root{{{LIGHT}}}@media (prefers-color-scheme:dark){{:root{{{DARK}}}}}"
+    'text{font-family:system-ui,-apple-system,"Segoe UI",sans-serif}.back{fill:var(--card)}'
+    f".title{{fill:var(--text);font-size:13px;font-weight:600}}{CHART_STYLE}"
+)
 
 
 @dataclass(frozen=True)
@@ -71,26 +93,85 @@ def smoothed(points: Points) -> list[list[float]] | None:
     return [[point[0], value] for point, value in zip(points, values, strict=True)]
 
 
+def smooth(values: Sequence[float], half: int) -> list[float]:
+    """The trend of ``values``: at each one the median, then the mean, of it and up to ``half`` neighbors on each side.
+
+    The median removes single spikes. The window is centered and shrinks toward the ends, so that the trend of a falling
+    loss does not lag above it, as a running average would.
+    """
+    trend = list(values)
+    for middle in (median, fmean):
+        last = len(trend) - 1
+        reaches = [min(half, index, last - index) for index in range(len(trend))]
+        trend = [middle(trend[index - reach : index + reach + 1]) for index, reach in enumerate(reaches)]
+    return trend
+
+
 def draw(chart: Chart) -> str:
-    """The chart with its title and legend; empty without points."""
+    """The chart with its title and legend for a page; empty without points."""
+    parts = _parts(chart)
+    if not parts:
+        return ""
+    width, height = _size(chart)
+    named = _named(chart)
+    keys = "".join(
+        f'<span class="key k{s.color % SERIES}{" pale" if s.faint else ""}">{escape(s.label)}</span>' for s in named
+    )
+    legend = f'<div class="legend">{keys}</div>' if named else ""
+    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}">{"".join(parts)}</svg>'
+    return f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg}{legend}</figure>"
+
+
+def chart_file(charts: Sequence[Chart], columns: int = 1) -> str:
+    """The charts as an SVG document, ``columns`` in a row; empty without points."""
+    drawn = [(chart, parts) for chart in charts if (parts := _parts(chart))]
+    if not drawn:
+        return ""
+    width, height = _size(drawn[0][0])
+    tall, body = height + 44, []
+    for number, (chart, parts) in enumerate(drawn):
+        row, column = divmod(number, columns)
+        legend, left = [], _LEFT
+        for series in _named(chart):
+            shade = " hatched" if series.faint else ""
+            legend.append(f'<rect class="f{series.color % SERIES}{shade}" x="{left}" y="28" width="9" height="9"/>'
+                          f'<text class="tick" x="{left + 13}" y="37">{escape(series.label)}</text>')  # fmt: skip
+            left += 24 + 6 * len(series.label)
+        body.append(
+            f'<g transform="translate({column * width} {row * tall})">'
+            f'<text class="title" x="{_LEFT}" y="20">{escape(chart.title)}</text>{"".join(legend)}'
+            f'<g transform="translate(0 40)">{"".join(parts)}</g></g>'
+        )
+    return _document(width * min(columns, len(drawn)), tall * -(-len(drawn) // columns), body)
+
+
+def _document(width: float, height: float, body: Sequence[str]) -> str:
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    back = f'<rect class="back" width="{width:g}" height="{height:g}"/>'
+    style = f"<style>{_FILE_STYLE}</style>"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{back}{"".join(body)}</svg>\n'
+
+
+def _size(chart: Chart) -> tuple[int, int]:
+    return (760, 300) if chart.wide else (380, 210)
+
+
+def _named(chart: Chart) -> list[Series]:
+    """The lines of the legend; none if there is only one line."""
+    named = [series for series in chart.series if series.label]
+    return named if len(named) > 1 else []
+
+
+def _parts(chart: Chart) -> list[str]:
+    """What is drawn; empty without points."""
     chart = replace(chart, series=[_drawable(series) for series in chart.series])
     points = [point for series in chart.series for point in series.points]
     if not points:
-        return ""
-    width, height = (760, 300) if chart.wide else (380, 210)
-    axes = _Axes.of(chart, points, width, height)
+        return []
+    axes = _Axes.of(chart, points, *_size(chart))
     parts = [*axes.lines(chart.format), *(axes.level(label, y) for label, y in chart.levels)]
     parts += [axes.line(series) for series in chart.series]
-    parts += [axes.mark(*mark) for mark in chart.marks]
-    legend = ""
-    named = [series for series in chart.series if series.label]
-    if len(named) > 1:
-        keys = (
-            f'<span class="key k{s.color % SERIES}{" pale" if s.faint else ""}">{escape(s.label)}</span>' for s in named
-        )
-        legend = f'<div class="legend">{"".join(keys)}</div>'
-    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg}{legend}</figure>"
+    return parts + [axes.mark(*mark) for mark in chart.marks]
 
 
 def _drawable(series: Series) -> Series:
@@ -237,3 +318,45 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float]) -> st
     parts.append(f'<text class="tick end" x="{_LEFT - 6}" y="{_TOP + 8}">{top:,.0f}</text>')
     svg = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
+
+
+def stacked_file(title: str, bars: Mapping[str, Mapping[str, float]], limit: float, unit: str) -> str:
+    """Horizontal bars, each made of parts, as an SVG document, with a line at ``limit``.
+
+    Args:
+        title: above the bars.
+        bars: sizes by part, for each bar from top to bottom.
+        limit: drawn as a line.
+        unit: of the sizes.
+    """
+    largest: dict[str, float] = {}
+    for parts in bars.values():
+        for name, size in parts.items():
+            largest[name] = max(largest.get(name, 0.0), size)
+    names = sorted(largest, key=lambda name: -largest[name])
+    longest = max(limit, *(sum(parts.values()) for parts in bars.values()))
+    left, wide, row = 12 + 6.5 * max(map(len, bars)), 460.0, 26
+    bottom, body = 40 + row * len(bars), [f'<text class="title" x="12" y="22">{escape(title)}</text>']
+    for number, (label, parts) in enumerate(bars.items()):
+        x, y = left, 36 + row * number
+        body.append(f'<text class="tick end" x="{left - 6:.1f}" y="{y + 14}">{escape(label)}</text>')
+        for place, name in enumerate(names):
+            if size := parts.get(name, 0.0):
+                width = wide * size / longest
+                body.append(f'<rect class="f{place % SERIES}{" hatched" if place // SERIES % 2 else ""}" x="{x:.1f}" '
+                            f'y="{y}" width="{width:.1f}" height="{row - 6}">'
+                            f"<title>{escape(name)}: {size:.2f} {escape(unit)}</title></rect>")  # fmt: skip
+                x += width
+    for value in nice_ticks(0.0, longest, most=6):
+        x = left + wide * value / longest
+        body.append(f'<text class="tick mid" x="{x:.1f}" y="{bottom + 14}">{value:g}</text>')
+    at = left + wide * limit / longest
+    body.append(f'<path class="level" d="M{at:.1f} 32V{bottom}"/>')
+    body.append(f'<text class="tick mid" x="{left + wide / 2:.1f}" y="{bottom + 32}">'
+                f"{escape(unit)}; dashed: {limit:g} {escape(unit)}</text>")  # fmt: skip
+    for place, name in enumerate(names):
+        x, y, shade = left + wide + 24, 40 + 16 * place, " hatched" if place // SERIES % 2 else ""
+        body.append(f'<rect class="f{place % SERIES}{shade}" x="{x:.1f}" y="{y}" width="10" height="10"/>'
+                    f'<text class="tick" x="{x + 16:.1f}" y="{y + 9}">{escape(name)}</text>')  # fmt: skip
+    width = max(left + wide + 230, 24 + 7.2 * len(title))
+    return _document(width, max(bottom + 44, 52 + 16 * len(names)), body)

@@ -13,7 +13,6 @@ from ds_trainer.monitor.memory import BYTES_PER_GB
 from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.advice import advice_of
 from ds_trainer.monitor.report.outcome import checks_of, incidents_of, outcome_of
-from ds_trainer.monitor.report.published import best_published
 from ds_trainer.monitor.report.run_files import Points, RunFiles, is_number
 from ds_trainer.monitor.report.spikes import spikes_of
 from ds_trainer.monitor.report.time_use import TimeUse, time_use
@@ -139,10 +138,6 @@ def _speed(files: RunFiles, use: TimeUse) -> dict[str, Any]:
     prediction = (files.start.get("prediction") or {}).get("step_seconds")
     mfu = _usual(files.curve("mfu"))
     device = str(files.summary.get("device") or "")
-    total, trainable = (files.summary.get(f"parameters_{name}") for name in ("total", "trainable"))
-    published = None
-    if is_number(total) and is_number(trainable):
-        published = best_published(float(total), float(trainable) < 0.5 * float(total), device)  # type: ignore[arg-type]
     waits = use.parts.get(throughput.DATA, 0.0)
     return {
         "tokens_per_second": _usual(files.curve("tokens_per_second")),
@@ -154,7 +149,6 @@ def _speed(files: RunFiles, use: TimeUse) -> dict[str, Any]:
         "data_wait": waits / use.training if use.training > 0 else _usual(files.curve("data_wait")),
         "device": device,
         "peak_flops": files.summary.get("peak_flops"),
-        "published": None if published is None else vars(published),
     }
 
 

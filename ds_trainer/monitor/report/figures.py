@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ds_trainer.monitor.memory import BYTES_PER_GB
@@ -34,12 +34,16 @@ def curves_section(report: Mapping[str, Any]) -> str:
     curves, evaluations, spikes = report["curves"], report["evaluations"], report["spikes"]
     if not curves and not evaluations and not spikes:
         return section("Curves", '<p class="soft">Nothing was logged.</p>')
-    parts = [_loss(report)]
-    charts = [_quantity(name, curves[name], spikes) for name in _MAIN if name in curves]
+    parts = [
+        f'<div class="{kind}">{draw(chart)}</div>'
+        for kind, wide in (("wide", True), ("narrow", False))
+        for chart in loss_charts(report, wide)
+    ]
+    charts = [draw(quantity_chart(name, curves[name], spikes)) for name in _MAIN if name in curves]
     parts.append(f'<div class="charts">{"".join(charts)}</div>')
-    rest = [name for name in curves if name not in _MAIN and name not in _ELSEWHERE]
+    rest = [name for name in curves if name not in _MAIN and name not in _ELSEWHERE and len(curves[name]) > 1]
     if rest:
-        more = "".join(_quantity(name, curves[name], spikes) for name in rest)
+        more = "".join(draw(quantity_chart(name, curves[name], spikes)) for name in rest)
         opened = " open" if any(name.startswith("loss") for name in rest) else ""
         parts.append(f'<details{opened}><summary>More curves</summary><div class="charts">{more}</div></details>')
     if spikes:
@@ -47,7 +51,14 @@ def curves_section(report: Mapping[str, Any]) -> str:
     return section("Curves", "".join(parts))
 
 
-def _loss(report: Mapping[str, Any]) -> str:
+def loss_charts(report: Mapping[str, Any], wide: bool = True, levels: Sequence[tuple[str, float]] = ()) -> list[Chart]:
+    """Training and evaluation losses over steps: one chart, or two if they are not of one kind.
+
+    Args:
+        report: the curves, evaluations and spikes of a run.
+        wide: whether charts are twice as wide.
+        levels: losses to compare with, ``(label, loss)``.
+    """
     name = next((name for name in LOSSES if name in report["curves"]), "loss")
     points, evaluations = report["curves"].get(name, []), report["evaluations"]
     trend = smoothed(points)
@@ -56,20 +67,16 @@ def _loss(report: Mapping[str, Any]) -> str:
     evaluated = [
         Series(shown(name), found, 1 + n, dots=len(found) < 60) for n, (name, found) in enumerate(evaluations.items())
     ]
-    title = f"{shown(name).capitalize()} over optimizer steps"
-    together = name == "loss"  # otherwise they are not of one kind
-    charts = [(title, [*series, *(evaluated if together else [])], _marks(name, report["spikes"]))]
-    if evaluated and not together:
-        charts.append(("Cross-entropy of evaluations over optimizer steps", evaluated, []))
-    return "".join(
-        f'<div class="{kind}">{draw(Chart(title, series, marks=marks, wide=wide))}</div>'
-        for title, series, marks in charts
-        for kind, wide in (("wide", True), ("narrow", False))
-    )
+    title, marks = f"{shown(name).capitalize()} over optimizer steps", _marks(name, report["spikes"])
+    if name == "loss" or not evaluated:
+        return [Chart(title, [*series, *evaluated], levels=levels, marks=marks, wide=wide)]
+    other = Chart("Cross-entropy of evaluations over optimizer steps", evaluated, levels=levels, wide=wide)
+    return [Chart(title, series, marks=marks, wide=wide), other]
 
 
-def _quantity(name: str, points: Any, spikes: Any) -> str:
-    return draw(Chart(shown(name), [Series("", points, 0)], format_of(name), marks=_marks(name, spikes)))
+def quantity_chart(name: str, points: Any, spikes: Any) -> Chart:
+    """Something else that was logged."""
+    return Chart(shown(name), [Series("", points, 0)], format_of(name), marks=_marks(name, spikes))
 
 
 def _marks(name: str, spikes: Any) -> list[tuple[float, float | None, str]]:

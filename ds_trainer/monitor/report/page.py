@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ds_trainer.monitor.report.charts import CHART_STYLE, DARK, LIGHT, SERIES, Chart, Series, draw
 from ds_trainer.monitor.report.data_section import data_section
 from ds_trainer.monitor.report.figures import curves_section, memory_section, ranks_section, time_section
 from ds_trainer.monitor.report.html import card, rows_table, section, shown, table
-from ds_trainer.monitor.report.source_section import source_section
-from ds_trainer.monitor.report.style import STYLE
 from ds_trainer.monitor.units import human_count, human_duration
 
 _GOOD, _BAD, _OPEN = ("finished",), ("failed", "diverged", "killed"), ("stopped", "running", "unknown")
@@ -20,6 +19,50 @@ _STATES = {
     "stopped": "Stopped early", "running": "Running", "unknown": "Unknown",
 }  # fmt: skip
 
+_MOST_SOURCES = 100  # rows of a table
+_KEYS = "".join(f".k{n}::before{{background:var(--c{n})}}" for n in range(SERIES))
+_STYLE = f""":root{{color-scheme:light dark;{LIGHT}}}
+@media (prefers-color-scheme:dark){{:root{{{DARK}}}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--page);color:var(--text);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}}
+main{{max-width:1120px;margin:0 auto;padding:16px}}
+h1{{font-size:1.5rem;margin:.2em 0;overflow-wrap:anywhere}}
+h2{{font-size:1.15rem;margin:0 0 .6em}}
+h3{{font-size:.95rem;margin:1em 0 .3em}}
+section,.card{{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px;margin:0 0 16px}}
+.cards{{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,240px),1fr));margin:0 0 16px}}
+.card{{margin:0}}
+.card h2{{font-size:.8rem;color:var(--soft);font-weight:600;margin:0}}
+.big{{font-size:1.7rem;font-weight:650;line-height:1.25;overflow-wrap:anywhere}}
+.soft{{color:var(--soft)}}.small{{font-size:.85rem}}
+p{{margin:.3em 0;overflow-wrap:anywhere}}
+.good{{color:var(--good)}}.bad{{color:var(--bad)}}.warn{{color:var(--warn)}}
+ul{{margin:.3em 0;padding-left:1.2em}}li{{margin:.35em 0;overflow-wrap:anywhere}}
+.charts{{display:grid;gap:16px;margin-top:12px;grid-template-columns:repeat(auto-fill,minmax(min(100%,320px),1fr))}}
+figure{{margin:0;min-width:0}}figcaption{{font-weight:600;font-size:.9rem}}
+svg{{display:block;width:100%;height:auto}}
+.wide{{display:block}}.narrow{{display:none}}
+@media (max-width:700px){{.wide{{display:none}}.narrow{{display:block}}main{{padding:10px}}}}
+.legend{{display:flex;flex-wrap:wrap;gap:4px 14px;font-size:.85rem}}
+.key::before{{content:"";display:inline-block;width:.75em;height:.75em;border-radius:2px;margin-right:.4em}}
+.pale::before{{opacity:.4}}
+.bar{{height:26px;border-radius:6px}}
+.scroll{{overflow-x:auto;max-width:100%}}
+table{{border-collapse:collapse;width:100%;font-size:.88rem}}
+td,th{{text-align:left;padding:4px 10px 4px 0;border-bottom:1px solid var(--line);
+vertical-align:top;overflow-wrap:break-word}}
+th{{color:var(--soft);font-weight:600;white-space:nowrap}}.n{{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}}
+pre,code{{font:.85em/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}}
+pre{{background:var(--page);border:1px solid var(--line);border-radius:6px;padding:10px;white-space:pre-wrap;
+overflow-wrap:anywhere;margin:.4em 0}}
+details{{margin:.5em 0}}summary{{cursor:pointer;color:var(--soft)}}
+.sample{{background:var(--page);border:1px solid var(--line);border-radius:6px;padding:8px;margin:.4em 0;
+white-space:pre-wrap;overflow-wrap:anywhere;font:.85em/1.6 ui-monospace,Menlo,Consolas,monospace}}
+.trained{{background:var(--trained)}}.masked{{background:var(--masked);color:var(--soft)}}
+.newrow{{border-left:3px solid var(--c1);padding-left:3px}}
+@media (max-width:480px){{.big{{font-size:1.4rem}}th,td{{padding-right:6px}}}}
+{CHART_STYLE}{_KEYS}"""
+
 
 def html_page(title: str, body: Sequence[str]) -> str:
     """A whole document."""
@@ -27,7 +70,7 @@ def html_page(title: str, body: Sequence[str]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
     )
 
 
@@ -42,7 +85,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         _advice(summary["advice"]),
         _failure(summary["outcome"]),
         curves_section(report),
-        source_section(report["sources"]),
+        _source_section(report["sources"]),
         time_section(report["time"]),
         memory_section(report),
         ranks_section(report["ranks"]),
@@ -109,11 +152,6 @@ def speed_texts(speed: Mapping[str, Any]) -> tuple[str, list[str]]:
     elif speed["tflops_per_device"] is not None:
         why = "no MFU: the peak of the device is not known"
         lines.append(f"{speed['tflops_per_device']:.3g} TFLOP/s per device; {why}")
-    published = speed["published"]
-    if published:
-        lines.append(f"best published for this shape: MFU {100 * published['mfu']:.0f} % ({published['source']})")
-    else:
-        lines.append("no published figure for this shape and device is known here")
     if speed["data_wait"] is not None:
         lines.append(f"{100 * speed['data_wait']:.1f} % of the time of steps waits for data")
     return escape(big), lines
@@ -158,6 +196,42 @@ def _failure(outcome: Mapping[str, Any]) -> str:
         else ""
     )
     return section("The error", f"<pre>{escape(outcome['details'][-6000:])}</pre>{code}")
+
+
+def _source_section(losses: Mapping[str, Mapping[str, Any]]) -> str:
+    """The section; empty without losses.
+
+    Args:
+        losses: curves by source, by the name of the loss (``loss``, ``eval_loss``).
+    """
+    if not losses:
+        return ""
+    names = list(dict.fromkeys(name for found in losses.values() for name in found))
+    charts = [_source_chart(loss, found) for loss, found in losses.items()]
+    heads = ["source", *(f"{shown(loss)}: {what}" for loss in losses for what in ("first", "lowest", "last"))]
+    rows = [
+        [name, *(text for found in losses.values() for text in _first_lowest_last(found.get(name)))] for name in names
+    ]
+    more = (
+        "" if len(names) <= _MOST_SOURCES else f'<p class="soft small">{len(names) - _MOST_SOURCES:,} more sources.</p>'
+    )
+    body = f'<div class="charts">{"".join(charts)}</div>{table(heads, rows[:_MOST_SOURCES])}{more}'
+    return section("Loss of each source", body)
+
+
+def _source_chart(loss: str, found: Mapping[str, Any]) -> str:
+    """The curves of as many sources as there are colors, those with the highest last loss."""
+    names = sorted(found, key=lambda name: -found[name][-1][1])[:SERIES]
+    series = [Series(name, found[name], n, dots=len(found[name]) < 2) for n, name in enumerate(names)]
+    title = shown(loss) if len(found) <= SERIES else f"{shown(loss)}, the {SERIES} highest of {len(found)} sources"
+    return draw(Chart(title, series))
+
+
+def _first_lowest_last(points: Any) -> list[str]:
+    if not points:
+        return ["", "", ""]
+    values = [value for _, value in points]
+    return [f"{value:.4g}" for value in (values[0], min(values), values[-1])]
 
 
 def _results(results: Mapping[str, Any] | None) -> str:

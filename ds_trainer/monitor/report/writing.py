@@ -1,20 +1,24 @@
-"""Writes ``report.html`` and ``report.json``."""
+"""Writes ``report.html`` and ``report.json``, and the charts of a report as files of their own."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.monitor.metrics_file import without_nonfinite
+from ds_trainer.monitor.metrics_file import LOSSES, without_nonfinite
+from ds_trainer.monitor.report.charts import chart_file
 from ds_trainer.monitor.report.comparison import comparison_of, comparison_page
 from ds_trainer.monitor.report.contents import read_report
+from ds_trainer.monitor.report.figures import loss_charts, quantity_chart
 from ds_trainer.monitor.report.page import report_page
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.printable import printable
 
 PAGE_NAME, CONTENT_NAME = "report.html", "report.json"
 COMPARISON_NAME = "comparison"
+LOSS_PLOT, METRICS_PLOT = "loss.svg", "metrics.svg"
 
 
 def write_report(directory: Path, device_hour_price: float | None = None) -> Path:
@@ -28,6 +32,34 @@ def write_report(directory: Path, device_hour_price: float | None = None) -> Pat
     _write_json(directory / CONTENT_NAME, report)
     _write(directory / PAGE_NAME, printable(report_page(report)))
     return directory / PAGE_NAME
+
+
+def write_plots(directory: Path, baselines: Mapping[str, float] | None = None) -> list[Path]:
+    """Draw the run in ``directory``, also if it has not ended: losses to ``loss.svg``, the rest to ``metrics.svg``.
+
+    Args:
+        directory: output directory of a run.
+        baselines: losses to compare with, by name: horizontal lines.
+
+    Returns:
+        The files that were written; none for what was not logged.
+
+    Raises:
+        ConfigError: it is not the output directory of a run.
+        OSError: a file cannot be written.
+    """
+    report, written = read_report(directory), []
+    others = [
+        quantity_chart(name, points, report["spikes"])
+        for name, points in report["curves"].items()
+        if name not in LOSSES and len(points) > 1
+    ]
+    losses = loss_charts(report, levels=list((baselines or {}).items()))
+    for name, text in ((LOSS_PLOT, chart_file(losses)), (METRICS_PLOT, chart_file(others, columns=3))):
+        if text:
+            _write(directory / name, printable(text))
+            written.append(directory / name)
+    return written
 
 
 def write_comparison(first: Path, second: Path, target: Path, device_hour_price: float | None = None) -> Path:

@@ -47,8 +47,8 @@ class RunEstimate:
 
     @property
     def time(self) -> StepTime | None:
-        """Time of a step; None if activations or the speed of the devices are not known."""
-        if self.devices is None or self.unknown or (self.devices.is_gpu and not self.devices.is_known):
+        """Time of a step; None if activations or the speed of the devices are not known, as that of CPUs never is."""
+        if self.devices is None or self.unknown or not (self.devices.is_gpu and self.devices.is_known):
             return None
         time = step_time(self.model, self.candidate, self.devices.cluster)
         factor = 1.0 if self.calibration is None else self.calibration.step_seconds
@@ -69,12 +69,12 @@ class RunEstimate:
             return f"{text}, without activations, because {self.unknown}"
         text += f" (largest: {memory.peak.name})"
         if time is None:
+            if self.devices is not None and not self.devices.is_gpu:
+                return text
             reason = "the device is not known" if self.devices is None else "there are no figures of the device"
             return f"{text}; no step time, because {reason}"
-        rough = "" if self.devices is not None and self.devices.is_known else ", rough on a CPU"
-        interval = f"{seconds(time.low)} to {seconds(time.high)}"
         corrected = "" if self.calibration is None else f"; {self.calibration.describe()}"
-        return f"{text}; {seconds(time.seconds)} a step ({interval}{rough}){corrected}"
+        return f"{text}; {seconds(time.seconds)} a step ({seconds(time.low)} to {seconds(time.high)}){corrected}"
 
     def problems(self) -> list[str]:
         """Why the run cannot start: its memory, even if it is less than predicted by :data:`MEMORY_ERROR`.

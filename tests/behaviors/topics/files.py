@@ -14,8 +14,6 @@ from tests.support.models import tiny_llama
 _OURS = {
     "ds_config.json",
     "metrics.jsonl",
-    "loss.png",
-    "metrics.png",
     "run_history.jsonl",
     "report.html",
     "report.json",
