@@ -119,12 +119,12 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     if result.best is None:
         return
     yield ""
-    yield "Start it with" if request.as_written else "Start the first plan with"
-    yield f"  {plan_outputs.launch_command(request, result.best)}"
     cautious = result.cautious
     if cautious is not None and cautious is not result.best:
-        yield "and the cautious one with"
+        yield "Start the cautious plan with"
         yield f"  {plan_outputs.launch_command(request, cautious)}"
+    yield "Start it with" if request.as_written else "Start the first plan with"
+    yield f"  {plan_outputs.launch_command(request, result.best)}"
     for problem in plan_outputs.contradictions(request, result.best):
         yield f"But {problem}"
     if options.tokens:

@@ -116,7 +116,7 @@ def test_the_cautious_plan_fits_with_as_much_fragmentation_as_was_measured(
     assert main(argv) == DONE
     printed = capsys.readouterr().out
     assert "Cautious, the fastest that fits with 25 % of fragmentation" in printed
-    assert f"and the cautious one with\n  {cautious['command']}" in printed
+    assert f"Start the cautious plan with\n  {cautious['command']}" in printed
     assert main([*argv, "--device", "B200"]) == DONE
     assert "The first plan is also the fastest that fits with 25 %" in capsys.readouterr().out
 
@@ -149,12 +149,13 @@ def test_json_and_fixed_values(model: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_exit_code_is_3_if_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_70B))
-    assert main(["plan", str(path), "--devices-per-node", "1", "--offload", "none"]) == NOTHING_FITS
+    machine = ["--devices-per-node", "1", "--host-memory", "3000"]
+    assert main(["plan", str(path), *machine, "--offload", "none"]) == NOTHING_FITS
     printed = capsys.readouterr().out
     assert "Nothing fits. Nearest:" in printed and "GB of a device" in printed
     changes = printed.split("would fit with\n")[1].split("\n\n")[0].splitlines()
     assert changes[0].startswith("  offload_optimizer='cpu', offload_param='cpu': ") and len(changes) == 3
-    assert main(["plan", str(path), "--devices-per-node", "1", "--offload", "none", "--json"]) == NOTHING_FITS
+    assert main(["plan", str(path), *machine, "--offload", "none", "--json"]) == NOTHING_FITS
     found = json.loads(capsys.readouterr().out)
     assert found["plans"] == [] and all(plan["problem"] for plan in found["rejected"])
     assert [change["fits"] for change in found["changes"]] == [True] * 3
