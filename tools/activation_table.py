@@ -20,8 +20,7 @@ import torch
 
 from ds_trainer.planner.activations.probe import EXPERTS, SIZES, probe
 from ds_trainer.planner.activations.table import TABLE, as_json
-from ds_trainer.planner.transformer_shape import EXPERT_DECODERS
-from tests.support.tiny_models import FAMILIES, positions, tiny
+from tests.support.tiny_models import EXPERT_DECODERS, FAMILIES, positions, tiny
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ATTENTIONS = ("sdpa", "eager")

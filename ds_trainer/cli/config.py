@@ -50,11 +50,13 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
         return 0
     if options.recipe is not None:
         recipe = load_recipe(options.recipe, args)
-        arguments, shape = recipe.training_arguments(), model_shape(recipe)
+        arguments = recipe.training_arguments()
+        shape = model_shape(recipe, _needs_layers(arguments))
     else:
         parser = HfArgumentParser(TrainingArguments)
         (arguments,) = parser.parse_args_into_dataclasses(args, look_for_args_file=False)
-        shape = ModelShape() if options.model is None else _shape_of_directory(options.model, "--model")
+        layers = _needs_layers(arguments)
+        shape = ModelShape() if options.model is None else _shape_of_directory(options.model, "--model", layers)
     layout = ParallelLayout.of(arguments, arguments.world_size if options.world_size is None else options.world_size)
     device = options.device or ("cpu" if arguments.use_cpu else device_type())
     # --device describes another machine, whose packages and disks cannot be checked here.
@@ -65,30 +67,40 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     return 0
 
 
-def model_shape(recipe: Recipe) -> ModelShape:
+def _needs_layers(args: TrainingArguments) -> bool:
+    """Whether the configuration depends on the layers of the model, which transformers finds in seconds."""
+    sizes = (args.tensor_parallel_size, args.context_parallel_size, args.sequence_parallel_size)
+    return any(size != 1 for size in sizes) or "nvme" in (args.offload_optimizer, args.offload_param)
+
+
+def model_shape(recipe: Recipe, layers: bool = True) -> ModelShape:
     """The shape of the recipe's model, read without importing transformers (which takes seconds) if possible.
+
+    Args:
+        recipe: the recipe.
+        layers: whether the dimensions of its layers are needed.
 
     Raises:
         ConfigError: the model's configuration cannot be read.
     """
     if recipe.model.path is not None:
-        return _shape_of_directory(recipe.model.path, f"{recipe.where('model.path')}: model.path")
-    shape = ModelShape.from_config(recipe.model.architecture or {}, source="model.architecture")
+        return _shape_of_directory(recipe.model.path, f"{recipe.where('model.path')}: model.path", layers)
+    shape = ModelShape.from_config(recipe.model.architecture or {}, "model.architecture", layers)
     if shape.hidden_size is not None:
         return shape
     # The hidden size is the default of the architecture, or its key is misspelled: transformers handles both.
     from ds_trainer.recipes.language_model import language_model_config, tokenizer_of
 
-    return ModelShape.from_config(language_model_config(recipe, tokenizer_of(recipe)))
+    return ModelShape.from_config(language_model_config(recipe, tokenizer_of(recipe)), with_layers=layers)
 
 
-def _shape_of_directory(name: str, source: str) -> ModelShape:
+def _shape_of_directory(name: str, source: str, layers: bool) -> ModelShape:
     """The shape of a model in a directory or on the Hub, from which only the small files are downloaded."""
     try:
         path = model_directory(name, weights=False) / "config.json"
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     try:
-        return ModelShape.from_config(read_json(path), source=str(path))
+        return ModelShape.from_config(read_json(path), str(path), layers)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source}: {path} cannot be read: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ds_trainer.config.compiler import compile_config
 from ds_trainer.monitor.report.charts import stacked_file
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.cluster import Cluster
-from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.planner.model_shape import ModelShape, of_text
 from ds_trainer.planner.plan_report import as_json
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import Plan, SearchResult
@@ -70,7 +71,8 @@ def compiled_for(
         ConfigError: they cannot work on these devices.
     """
     layout = ParallelLayout.of(args, cluster.world_size)
-    shape = ModelShape.from_config(request.config, source=request.model.name)
+    shape = ModelShape.from_config(request.config, request.model.name, with_layers=False)
+    shape = replace(shape, transformer=of_text(request.model.transformer))
     return compile_config(args, layout, shape, "cuda", cluster=cluster), layout
 
 

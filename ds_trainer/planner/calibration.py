@@ -6,7 +6,6 @@ applies to later predictions there. So is what ``ds-trainer plan --probe`` measu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json, write_json
+from ds_trainer.utils.files import read_json, user_cache, write_json
 
 VERSION = 1
 Entry = TypeVar("Entry")
@@ -71,9 +70,7 @@ class Calibration:
 
 def calibration_file(environment: Mapping[str, str] | None = None) -> Path:
     """``$XDG_CACHE_HOME/ds_trainer/calibration.json``, by default in ``~/.cache``."""
-    environment = os.environ if environment is None else environment
-    root = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "ds_trainer" / "calibration.json"
+    return user_cache(environment) / "calibration.json"
 
 
 def read_calibration(device: str, family: str, path: Path | None = None) -> Calibration | None:

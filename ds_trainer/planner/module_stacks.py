@@ -7,6 +7,7 @@ the rest (number of heads, windows, experts of a token). Nothing is computed, an
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.planner.parameters.groups import ParameterGroup
 from ds_trainer.planner.parameters.modules import layer_lists, whole_shape
-from ds_trainer.planner.transformer_shape import Stack, Transformer, first_count, read_transformer, window_of
+from ds_trainer.planner.transformer_shape import Stack, Transformer, first_count, window_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,9 +52,6 @@ def module_transformer(model: nn.Module, groups: Sequence[ParameterGroup]) -> Tr
     encoder_decoder = bool(config.get("is_encoder_decoder")) and len(found) == 2
     rows, head_width = _head_shape(model)
     stacks = [layers.stack(encoder_decoder) for layers in found]
-    known = read_transformer(config, type(model).__name__)
-    if known is not None and len(known.stacks) == len(stacks):
-        stacks = [replace(one, family=own.family) for one, own in zip(known.stacks, stacks, strict=True)]
     last = stacks[-1]
     if encoder_decoder:
         kind = "encoder-decoder"
@@ -176,15 +174,18 @@ class _Layers:
 
     @cached_property
     def hidden(self) -> int:
-        """Width of the residual stream: that of most norms, or of the widest of equally many."""
+        """Width of the residual stream: the configured one, if norms have it; else that of most norms."""
         widths: Counter[int] = Counter()
         for group in self.groups:
             if group.kind == "norm" and len(group.shape) == 1:
                 widths[group.shape[0]] += group.copies
+        configured = first_count(self.config, _WIDTHS)
+        if configured in widths:
+            return int(configured or 0)
         if widths:
             return max(widths, key=lambda width: (widths[width], width))
         matrices = [group for group in self.groups if len(group.shape) > 1]
-        return first_count(self.config, _WIDTHS) or (matrices[0].shape[-1] if matrices else 1)
+        return configured or (matrices[0].shape[-1] if matrices else 1)
 
     def _matrices(self, kind: str) -> list[ParameterGroup]:
         return [group for group in self.groups if group.kind == kind and len(group.shape) == 2]
@@ -204,6 +205,8 @@ class _Layers:
         keys = next((_outputs(shape, self.hidden) for name, shape in named.items() if _KEYS.search(name)), None)
         fused = next((_outputs(shape, self.hidden) for name, shape in named.items() if _FUSED.search(name)), None)
         head_dim = first_count(self.config, ("head_dim", "d_kv"))
+        if head_dim is not None and queries is not None and queries % head_dim == 0 and queries // head_dim != heads:
+            head_dim = None  # the model does not read it
         latent = [first_count(self.config, (f"{name}_head_dim",)) for name in ("qk_nope", "qk_rope", "v")]
         if all(latent):  # scores are products of two parts of the heads, values of a third
             return heads, heads, sum(size for size in latent if size) // 2
@@ -228,6 +231,8 @@ class _Layers:
     @property
     def _is_causal(self) -> bool:
         if self.config.get("is_decoder"):
+            return True
+        if _is_family_of_decoders(str(self.config.get("model_type"))) and self._matrices("attention"):
             return True
         parts = self.model.get_submodule(self.name).modules()
         return any(getattr(part, "is_causal", False) is True for part in parts)
@@ -290,6 +295,15 @@ class _Layers:
             elif "merger" in name or "multi_modal_projector" in name:
                 total += parameter.numel() / merge
         return total
+
+
+def _is_family_of_decoders(family: str) -> bool:
+    """Whether transformers trains this family to continue texts, and not to fill gaps in them."""
+    auto: Any = sys.modules.get("transformers.models.auto.modeling_auto")
+    if auto is None:
+        return False
+    causal, masked = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return family in causal and family not in masked and family not in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 
 def _outputs(shape: tuple[int, ...], hidden: int) -> int:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer import __version__
 from ds_trainer.planner.activations.formula import Activations, BytesPerToken
 from ds_trainer.planner.activations.probed import Probe
 from ds_trainer.planner.activations.table import activations_of
 from ds_trainer.planner.flops import forward_flops
-from ds_trainer.planner.parameters.decoders import decoder_parameters
 from ds_trainer.planner.parameters.groups import ParameterGroup, total
 from ds_trainer.planner.parameters.partition import has_tensor_parallel_plan, with_partition
-from ds_trainer.planner.transformer_shape import Stack, Transformer, read_transformer
+from ds_trainer.planner.transformer_shape import Stack, Transformer
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json, user_cache, write_json
+from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from torch import nn
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class PlannedModel:
         rows: rows of the vocabulary at the LM head; 0 for a model without one.
         max_length: positions that it was made for; None if its configuration does not say.
         lora_rank: rank of adapters on all linear layers, which alone are trained; 0 without them.
-        class_name: class of the model; empty for a decoder with an LM head that was read from a configuration.
+        class_name: class of the model.
         own_adapters: the adapters of a module of PEFT.
         probe: what its layers took on a device, which corrects the formulas; None if that was not measured.
     """
@@ -56,24 +62,20 @@ class PlannedModel:
     def from_config(cls, config: Mapping[str, Any], name: str = "the model", lora_rank: int = 0) -> PlannedModel:
         """Read a Hugging Face configuration.
 
-        Common decoders are described here; any other model of transformers is made on the meta device, which takes
-        some seconds.
+        The model is made on the meta device by transformers, which takes some seconds. What was read is kept in a file
+        of the user, from which it comes if the same configuration is planned again.
 
         Raises:
-            ConfigError: neither the planner nor transformers knows this family, or a number is missing.
+            ConfigError: transformers does not know this family, or cannot make this configuration.
         """
-        family = str(config.get("model_type"))
-        class_name = next(iter(config.get("architectures") or ()), "")
-        if not class_name or class_name.endswith((*_CAUSAL, "Model")):
-            transformer = read_transformer(config, "ForCausalLM")
-            if transformer is not None and transformer.kind == "decoder":
-                groups = decoder_parameters(config, family, transformer.stacks[0], head=True)
-                if groups is not None:
-                    rows = int(config["vocab_size"])
-                    return cls(name, family, tuple(groups), transformer, rows, _max_length(config), lora_rank=lora_rank)
-        from ds_trainer.planner.meta_model import meta_model
+        known = read_description(config)
+        if known is None:
+            from ds_trainer.planner.meta_model import meta_model
 
-        return replace(cls.from_module(meta_model(config, name), name), lora_rank=lora_rank)
+            module = meta_model(config, name)
+            known = cls.from_module(module, name)
+            write_description(config, known)
+        return replace(known, name=name, lora_rank=lora_rank)
 
     @classmethod
     def from_module(cls, module: nn.Module, name: str | None = None) -> PlannedModel:
@@ -296,3 +298,49 @@ def bitsandbytes_bytes(options: Mapping[str, Any]) -> float:
     if not options.get("load_in_4bit"):
         return 1.0  # 8 bits, and a scale for each row
     return 0.5 + (1 + 4 / 256) / 64 if options.get("bnb_4bit_use_double_quant") else 0.5 + 4 / 64
+
+
+_DESCRIPTION = 1
+"""Version of the files of :func:`write_description`."""
+_DESCRIBED = ("name", "family", "parameters", "transformer", "rows", "max_length", "class_name")
+
+
+def _description_file(config: Mapping[str, Any]) -> Path | None:
+    """The file for a configuration and the versions that read it; None without transformers."""
+    try:
+        libraries = version("transformers")
+    except PackageNotFoundError:
+        return None
+    key = json.dumps([_DESCRIPTION, __version__, libraries, config], sort_keys=True, default=str)
+    return user_cache() / "models" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def read_description(config: Mapping[str, Any]) -> PlannedModel | None:
+    """The model of ``config`` as an earlier call read it; None if there was none, or its file is damaged."""
+    path = _description_file(config)
+    try:
+        values = None if path is None else read_json(path)
+        if values is None:
+            return None
+        groups = tuple(ParameterGroup(**{**group, "shape": tuple(group["shape"])}) for group in values["parameters"])
+        stacks = tuple(Stack(**stack) for stack in values["transformer"]["stacks"])
+        transformer = Transformer(**{**values["transformer"], "stacks": stacks})
+        return PlannedModel(**{**values, "parameters": groups, "transformer": transformer})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.info("%s is written again: %s %s", path, type(error).__name__, error)
+        return None
+
+
+def write_description(config: Mapping[str, Any], model: PlannedModel) -> None:
+    """Keep what was read of the model of ``config``. A disk that cannot be written only costs the time again."""
+    path = _description_file(config)
+    if path is None:
+        return
+    values = {name: value for name, value in asdict(model).items() if name in _DESCRIBED}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, values)
+    except OSError as error:
+        logger.info("%s cannot be written: %s", path, error)

@@ -11,6 +11,7 @@ import shutil
 import socket
 import stat
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def user_cache(environment: Mapping[str, str] | None = None) -> Path:
+    """The directory for what runs of a user keep: ``$XDG_CACHE_HOME/ds_trainer``, by default in ``~/.cache``."""
+    environment = os.environ if environment is None else environment
+    return Path(environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "ds_trainer"
 
 
 def read_user_file(path: str | os.PathLike[str], source: str, kind: str, most: int = MOST_BYTES) -> str:

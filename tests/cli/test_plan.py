@@ -422,7 +422,8 @@ def test_unknown_families_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no model_type='mystery'" in capsys.readouterr().err
 
 
-def test_it_needs_neither_torch_nor_transformers(model: str) -> None:
+def test_a_model_that_was_planned_before_needs_neither_torch_nor_transformers(model: str) -> None:
+    PlannedModel.from_config(json.loads((Path(model) / "config.json").read_text()))
     code = (
         "import sys\nfrom ds_trainer.cli.main import main\n"
         f"assert main(['plan', {model!r}, '--global-batch', '64']) == 0\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_trainer.planner import transformer_shape as families
 from ds_trainer.planner.flops import FlopRule, Weights
 from ds_trainer.planner.model_shape import ModelShape
-from ds_trainer.planner.transformer_shape import read_transformer
+from ds_trainer.planner.planned_model import PlannedModel
+from ds_trainer.planner.transformer_shape import Transformer
+from tests.support import tiny_models as families
 
 # What is left out: gates of shared experts' sigmoid, poolers on one position, rotary tables.
 TOLERANCE = 0.01
@@ -133,7 +135,7 @@ def of_family(family: str) -> nn.Module:
     elif family in families.ENCODERS:
         kind, values = transformers.AutoModelForMaskedLM, OWN_KV
     else:
-        kind, values = transformers.AutoModelForSeq2SeqLM, T5 if family in families.T5_LIKE else BART
+        kind, values = transformers.AutoModelForSeq2SeqLM, T5 if family.endswith("t5") else BART
         values = {**values, "pad_token_id": 0}
     if family in families.EXPERT_DECODERS:
         values = {**values, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -146,9 +148,21 @@ def of_family(family: str) -> nn.Module:
     return model
 
 
+OTHER_SHAPES = {"electra", "modernbert", "deberta-v2"}  # tests/planner/test_module_flops.py
 ALL_FAMILIES = sorted(
-    families.GATED_DECODERS | families.PLAIN_DECODERS | families.ENCODERS | families.T5_LIKE | families.BART_LIKE
+    {*families.GATED_DECODERS, *families.PLAIN_DECODERS, *families.ENCODERS, *families.SEQ2SEQ} - OTHER_SHAPES
 )
+
+
+def transformer_of(config: dict[str, Any]) -> Transformer:
+    """The layers of a configuration."""
+    return PlannedModel.from_config(config).transformer
+
+
+def without_gate(model: nn.Module) -> Transformer:
+    """The layers of ``model`` as if their MLPs had two matrices."""
+    found = transformer_of(model.config.to_dict())
+    return replace(found, stacks=(replace(found.stacks[0], mlp_matrices=2),))
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -163,17 +177,14 @@ def test_every_family_that_is_named(family: str) -> None:
 def test_control_a_count_without_the_gate_is_detected() -> None:
     """Negative control of the table above: Llama read as a model without a gate is far off."""
     model = build("llama, grouped heads")
-    config = {**model.config.to_dict(), "model_type": "starcoder2"}
-    rule = FlopRule(None, read_transformer(config, "LlamaForCausalLM"), "")
+    rule = FlopRule(None, without_gate(model), "")
     assert rule.flops(SAMPLES, LENGTH) < 0.9 * counted(model, SAMPLES, LENGTH, 0)
 
 
 def test_a_shape_that_does_not_explain_the_parameters_is_not_trusted() -> None:
     model = build("llama, grouped heads")
     weights = weights_of(model)
-    shape = ModelShape.from_config({**model.config.to_dict(), "model_type": "starcoder2"})
-    assert shape.transformer is not None
-    rule = FlopRule.of(shape, weights)
+    rule = FlopRule.of(ModelShape(transformer=without_gate(model)), weights)
     assert rule is not None and rule.transformer is None
     assert rule.flops(SAMPLES, LENGTH) == 6 * weights.total * SAMPLES * LENGTH
     assert rule.source == "6 x parameters outside the embeddings, without attention"
@@ -210,7 +221,7 @@ def masked_pairs(length: int, window: int) -> int:
 def test_causal_attention_counts_half(window: int | None) -> None:
     length = 512
     config = {**DECODER, "model_type": "mistral", "sliding_window": window}
-    rule = FlopRule(None, read_transformer(config), "")
+    rule = FlopRule(None, transformer_of(config), "")
     attention = 12 * 3 * 48  # layers x query width
     assert rule.transformer is not None
     products = 6 * rule.transformer.weights * length
@@ -224,10 +235,10 @@ def test_causal_attention_counts_half(window: int | None) -> None:
 def test_attention_windows_of_some_layers() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = {**DECODER, "model_type": "gemma2", "sliding_window": 8, "layer_types": kinds}
-    model = read_transformer(config)
-    assert model is not None and (model.stacks[0].window, model.stacks[0].windowed_layers) == (8, 2)
-    unused = read_transformer({**DECODER, "model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False})
-    assert unused is not None and unused.stacks[0].window is None
+    model = transformer_of(config)
+    assert (model.stacks[0].window, model.stacks[0].windowed_layers) == (8, 2)
+    unused = transformer_of({**DECODER, "model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False})
+    assert unused.stacks[0].window is None
 
 
 def test_a_published_figure() -> None:
@@ -244,6 +255,29 @@ def test_a_published_figure() -> None:
     assert rule.flops_per_token(4096) == 6 * shape.transformer.weights + 12 * 32 * 4096 * 4096
 
 
-@pytest.mark.parametrize("config", [{"model_type": "mamba", **DECODER}, {"model_type": "llama", "hidden_size": 48}, {}])
-def test_other_families_and_missing_numbers_are_not_guessed(config: dict[str, Any]) -> None:
-    assert read_transformer(config) is None
+def test_layers_of_other_models_are_not_guessed() -> None:
+    for config in ({"model_type": "mamba", "hidden_size": 48}, {"model_type": "mystery", **DECODER}, {}):
+        assert ModelShape.from_config(config).transformer is None
+
+
+class Tied(nn.Module):
+    """A module of a user with a configuration like that of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = transformers.LlamaConfig(**DECODER)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+
+
+def test_a_module_of_a_user_has_no_known_layers() -> None:
+    assert ModelShape.from_model(Tied()).transformer is None
+
+
+def test_the_layers_of_a_model_are_read_before_tensor_parallelism_cuts_them() -> None:
+    model = build("llama, grouped heads")
+    whole = ModelShape.from_model(model).transformer
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight[:40].detach())  # type: ignore[union-attr]
+    assert ModelShape.from_model(model).transformer == whole
+    model.resize_token_embeddings(120)  # type: ignore[operator]
+    assert ModelShape.from_model(model).transformer != whole

@@ -10,8 +10,42 @@ import torch
 from torch import nn
 
 from ds_trainer.planner.activations.probe import BATCH, SOURCE, projections
-from ds_trainer.planner.parameters.decoders import DECODERS
 
+GATED_DECODERS = (
+    *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "helium"),
+    *(
+        "hunyuan_v1_dense",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen2",
+    ),
+    *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
+)
+PLAIN_DECODERS = (
+    *(
+        "biogpt",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "opt",
+        "phi",
+    ),
+    *("starcoder2", "xglm"),
+)
+EXPERT_DECODERS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 ENCODERS = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert", "ernie"),
     *("data2vec-text", "mpnet", "deberta-v2"),
@@ -19,7 +53,7 @@ ENCODERS = (
 SEQ2SEQ = ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "plbart")
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 FAMILIES = (
-    *sorted((*DECODERS, "falcon")),
+    *sorted((*GATED_DECODERS, *PLAIN_DECODERS)),
     *sorted(ENCODERS),
     *sorted(f"{family} {side}" for family in SEQ2SEQ for side in ("encoder", "decoder")),
     *TOWERS,

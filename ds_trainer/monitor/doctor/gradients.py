@@ -34,7 +34,7 @@ from ds_trainer.monitor.doctor.versions import versions
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import write_json
+from ds_trainer.utils.files import user_cache, write_json
 from ds_trainer.utils.logging import CHECK, get_logger
 
 logger = get_logger(__name__)
@@ -119,9 +119,7 @@ def finding_of(report: GradientReport, seconds: float) -> Finding:
 
 def stamp_directory(environment: Mapping[str, str] | None = None) -> Path:
     """The directory that records passed tests: ``$XDG_CACHE_HOME/ds_trainer/self_test``."""
-    environment = os.environ if environment is None else environment
-    root = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "ds_trainer" / "self_test"
+    return user_cache(environment) / "self_test"
 
 
 def stamp_name(config: CompiledConfig, device: torch.device) -> str:

@@ -11,9 +11,9 @@ from ds_trainer.planner.activations.formula import Formula
 from ds_trainer.planner.activations.probe import gpu_dropout, probe
 from ds_trainer.planner.activations.table import TABLE, activations_of, as_json, from_json
 from ds_trainer.planner.layer_sizes import layer_sizes
-from ds_trainer.planner.transformer_shape import EXPERT_DECODERS, Stack
+from ds_trainer.planner.transformer_shape import Stack
 from ds_trainer.training.model.gradient_checkpointing import enable_gradient_checkpointing
-from tests.support.tiny_models import FAMILIES, Tiny, positions, tiny
+from tests.support.tiny_models import EXPERT_DECODERS, FAMILIES, Tiny, positions, tiny
 
 pytest.importorskip("transformers")
 ROWS = json.loads(TABLE.read_text(encoding="utf-8"))
