@@ -11,8 +11,9 @@ from pathlib import Path
 from ds_trainer.cli import dry_run, plan_as_written, plan_fixed, plan_outputs, plan_request
 from ds_trainer.cli.plan_request import PlanRequest
 from ds_trainer.cli.plan_solve import QUANTITIES, solve
+from ds_trainer.planner.plan import MARGIN
 from ds_trainer.planner.plan_report import report
-from ds_trainer.planner.search import MARGIN, SearchResult, nearest_batches, search
+from ds_trainer.planner.search import SearchResult, nearest_batches, search
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE, NOTHING_FITS
 

@@ -10,7 +10,8 @@ from ds_trainer.cli.plan_outputs import compiled_for
 from ds_trainer.cli.plan_request import PlanRequest
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.estimate import MemoryEstimator
-from ds_trainer.planner.search import Plan, SearchResult
+from ds_trainer.planner.plan import Plan
+from ds_trainer.planner.search import SearchResult
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.task import TRL_TASKS
 from ds_trainer.utils.errors import ConfigError

@@ -17,9 +17,10 @@ from ds_trainer.monitor.report.charts import stacked_file
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.model_shape import ModelShape, of_text
+from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.plan_report import as_json
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
-from ds_trainer.planner.search import Plan, SearchResult
+from ds_trainer.planner.search import SearchResult
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_text_atomic

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ds_trainer.planner.plan import MEASURED_FRAGMENTATION, Plan
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
-from ds_trainer.planner.search import MEASURED_FRAGMENTATION, Plan, SearchResult
+from ds_trainer.planner.search import SearchResult
 
 _BAR = 34
 

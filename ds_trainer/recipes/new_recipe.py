@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.planned_model import bitsandbytes_bytes
-from ds_trainer.planner.search import Goal, Plan, search, unsharded_stage
+from ds_trainer.planner.search import Goal, search, unsharded_stage
 from ds_trainer.recipes import schema
 from ds_trainer.recipes.data_survey import IMAGES, DataSurvey
 from ds_trainer.recipes.devices import Devices

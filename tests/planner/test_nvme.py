@@ -13,9 +13,10 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
-from ds_trainer.planner.search import Goal, Plan, fits, search
+from ds_trainer.planner.search import Goal, fits, search
 from ds_trainer.planner.step_time import step_time
 from ds_trainer.utils.errors import ConfigError
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B

@@ -9,9 +9,9 @@ import pytest
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
+from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import changed_arguments, cheapest_changes, describe_change
-from ds_trainer.planner.search import Plan
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 
 MODEL = PlannedModel.from_config(LLAMA_8B, "llama-8b")

@@ -10,8 +10,9 @@ import pytest
 from ds_trainer.planner.candidate import FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
+from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import Goal, Plan, candidates, fits, nearest_batches, search
+from ds_trainer.planner.search import Goal, candidates, fits, nearest_batches, search
 from ds_trainer.planner.step_time import _zero
 from tests.planner.test_anchors import LLAMA_8B, LLAMA_70B
 

@@ -21,9 +21,10 @@ from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration
 from ds_trainer.planner.candidate import FEATURES, SEARCHED_FEATURES, Candidate
 from ds_trainer.planner.optimizer_states import state_bytes
+from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
-from ds_trainer.planner.search import Goal, Plan, SearchResult, search
+from ds_trainer.planner.search import Goal, SearchResult, search
 from ds_trainer.training.job_devices import JobDevices
 from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems, takes_every_n_layers
 from ds_trainer.training.planning.candidates import attention_of, every_n_layers, optimizer_name

@@ -8,10 +8,10 @@ from ds_trainer.monitor.units import human_bytes
 from ds_trainer.planner.calibration import Calibration
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
+from ds_trainer.planner.plan import MARGIN, Plan
 from ds_trainer.planner.plan_report import seconds
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
-from ds_trainer.planner.search import MARGIN, Plan
 from ds_trainer.planner.step_time import StepTime, step_time
 from ds_trainer.training.job_devices import JobDevices
 
