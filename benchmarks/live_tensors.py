@@ -1,5 +1,5 @@
 """Bytes of the tensors that exist in a process, as the planner's probe counts them."""
 
-from ds_trainer.planner.activations.live_tensors import LiveTensors
+from ds_trainer.planner.activations.device_probe import LiveTensors
 
 __all__ = ["LiveTensors"]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ds_trainer.planner.activations.formula import TABLE, as_json
 from ds_trainer.planner.activations.probe import EXPERTS, SIZES, probe
-from ds_trainer.planner.activations.table import TABLE, as_json
 from tests.support.tiny_models import EXPERT_DECODERS, FAMILIES, positions, tiny
 
 FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}

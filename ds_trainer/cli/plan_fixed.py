@@ -9,9 +9,8 @@ from typing import Any
 from ds_trainer.arguments.enums import OptimizerNames
 from ds_trainer.config.user_config import read_user_config
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.candidate import FEATURES
+from ds_trainer.planner.candidate import FEATURES, state_bytes
 from ds_trainer.planner.cluster import Cluster
-from ds_trainer.planner.optimizer_states import state_bytes
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer import __version__
-from ds_trainer.planner.activations.formula import Activations, BytesPerToken
+from ds_trainer.planner.activations.formula import Activations, BytesPerToken, activations_of
 from ds_trainer.planner.activations.probed import Probe
-from ds_trainer.planner.activations.table import activations_of
 from ds_trainer.planner.flops import forward_flops
 from ds_trainer.planner.parameters.groups import ParameterGroup, total
-from ds_trainer.planner.parameters.partition import has_tensor_parallel_plan, with_partition
+from ds_trainer.planner.parameters.modules import has_tensor_parallel_plan, with_partition
 from ds_trainer.planner.transformer_shape import Stack, Transformer
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, user_cache, write_json

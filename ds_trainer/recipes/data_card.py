@@ -33,7 +33,7 @@ def write_data_card(data: FineTuningData, tokenizer: Any, output_dir: Path) -> N
 
 
 def data_card(data: FineTuningData, tokenizer: Any) -> dict[str, Any]:
-    """The content of ``data_card.json``; its form: :mod:`ds_trainer.monitor.report.data_section`."""
+    """The content of ``data_card.json``; its form: :mod:`ds_trainer.monitor.report.figures`."""
     figures = data.to_dict()
     if isinstance(data.train, MixtureStream):
         rows = [{**row, "share": f"{row['share']:.1%}"} for row in figures["sources"]]

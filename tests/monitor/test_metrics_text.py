@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import metrics_format
 
-from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
+from ds_trainer.monitor.step_line import format_metrics, metrics_table
 
 METRICS: dict[str, Any] = {
     "train_runtime": 3723.459,

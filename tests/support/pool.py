@@ -123,12 +123,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
 
     import torch
 
-    from ds_trainer.callbacks import metrics_recorder
     from ds_trainer.engine.process_group import start_process_group, stop_process_group
 
-    # The picture of a run of a few steps takes as long as the run; those that are looked at are drawn elsewhere.
-    metrics_recorder.plot_losses = lambda *arguments: False
-    metrics_recorder.plot_metrics = lambda *arguments: False
     torch.set_num_threads(1)
     start_process_group("cpu")
     while True:

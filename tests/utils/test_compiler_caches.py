@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
+from ds_trainer.monitor.doctor.examination import kernel_findings
 from ds_trainer.monitor.doctor.findings import Level
-from ds_trainer.monitor.doctor.operator_findings import kernel_findings
 from ds_trainer.parallel import kernel_trial
 from ds_trainer.utils import compiler_caches
 from ds_trainer.utils.compiler_caches import local_caches, on_network
@@ -118,7 +118,7 @@ def test_the_doctor_says_where_the_caches_are_and_what_does_not_compile(
     triton, inductor = kernel_findings(cpu, {INDUCTOR: str(disk)})
     assert triton.level == Level.WARN and "network file system" in triton.message and TRITON in triton.remedy
     assert inductor.level == Level.OK and str(disk) in inductor.message
-    monkeypatch.setattr("ds_trainer.monitor.doctor.operator_findings.suits", lambda device: True)
+    monkeypatch.setattr("ds_trainer.monitor.doctor.examination.suits", lambda device: True)
     monkeypatch.setattr("ds_trainer.parallel.kernel_trial.suits", lambda device: True)
     monkeypatch.setattr(kernel_trial, "_difference", lambda *_: 1.0)
     *_, kernels = kernel_findings(cpu, {})

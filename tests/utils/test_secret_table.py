@@ -15,7 +15,7 @@ import pytest
 from ds_trainer import TrainingArguments
 from ds_trainer.callbacks.integrations.hyperparameters import hyperparameters
 from ds_trainer.monitor.header import header_lines
-from ds_trainer.monitor.health.hang_report import write_report
+from ds_trainer.monitor.health.verdict import write_report
 from ds_trainer.monitor.metrics_file import MetricsWriter
 from ds_trainer.monitor.report.facts import command_line
 from ds_trainer.monitor.report.history import HISTORY_NAME, RunHistory

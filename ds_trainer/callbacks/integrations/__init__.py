@@ -65,8 +65,6 @@ class TrackerSpec:
         if self.own:
             callback = getattr(import_module(f"{__name__}.{self.own}"), self.callback)
             return callback(deepspeed_config=deepspeed_config)
-        from ds_trainer.callbacks.integrations.reused import reused_callback
-
         return reused_callback(self.name, self.callback, self.package, self.install)
 
 
@@ -165,3 +163,62 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # of the parent of a dotted name
         return False
+
+
+_MODULE = "transformers.integrations.integration_utils"
+
+
+class Guarded:
+    """Mixin for a callback class: an error while logging, saving or ending disables the tracker."""
+
+    name: str
+    _off = False
+
+    def on_train_begin(self, *arguments: Any, **kwargs: Any) -> None:
+        """Open the run."""
+        self._off = False
+        super().on_train_begin(*arguments, **kwargs)  # type: ignore[misc]
+
+    def on_log(self, *arguments: Any, **kwargs: Any) -> None:
+        """Record the logs."""
+        self._guarded("on_log", *arguments, **kwargs)
+
+    def on_train_end(self, *arguments: Any, **kwargs: Any) -> None:
+        """Finish the run."""
+        self._guarded("on_train_end", *arguments, **kwargs)
+
+    def on_save(self, *arguments: Any, **kwargs: Any) -> None:
+        """Record the checkpoint."""
+        self._guarded("on_save", *arguments, **kwargs)
+
+    def on_predict(self, *arguments: Any, **kwargs: Any) -> None:
+        """Record the metrics of a prediction."""
+        self._guarded("on_predict", *arguments, **kwargs)
+
+    def _guarded(self, event: str, *arguments: Any, **kwargs: Any) -> None:
+        if self._off:
+            return
+        try:
+            getattr(super(), event)(*arguments, **kwargs)
+        except Exception as error:
+            from ds_trainer.callbacks.integrations.tracker import switched_off
+
+            switched_off(self.name, error)
+            self._off = True
+
+
+def reused_callback(name: str, class_name: str, package: str, install: str) -> Any:
+    """A guarded instance of transformers' callback for the tracker ``name``.
+
+    Raises:
+        ConfigError: transformers or the tracker's library cannot be imported, or the callback refuses to start.
+    """
+    from ds_trainer.callbacks.integrations.tracker import import_tracker
+
+    integrations = import_tracker(name, _MODULE, "transformers")
+    import_tracker(name, package, install)
+    original = getattr(integrations, class_name)
+    try:
+        return type(class_name, (Guarded, original), {"name": name})()
+    except (ImportError, RuntimeError) as error:  # a missing API key, for example
+        raise ConfigError(f"report_to={name}: {error} Otherwise take {name} out of report_to.") from error

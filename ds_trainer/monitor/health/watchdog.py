@@ -31,13 +31,13 @@ from typing import Any
 
 import psutil
 
-from ds_trainer.monitor.health.gil_alarm import arm, disarm
-from ds_trainer.monitor.health.hang_report import folder_for, summary, write_rank, write_report
 from ds_trainer.monitor.health.heartbeat import Heartbeat, Limit
 from ds_trainer.monitor.health.stacks import (
     OWN_THREADS,
     all_stacks,
+    arm,
     collective_frame,
+    disarm,
     frame_lines,
     frame_of,
     in_debugger,
@@ -45,7 +45,7 @@ from ds_trainer.monitor.health.stacks import (
 )
 from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StragglerReport
-from ds_trainer.monitor.health.verdict import RankReport, Verdict, judge
+from ds_trainer.monitor.health.verdict import RankReport, Verdict, folder_for, judge, summary, write_rank, write_report
 from ds_trainer.monitor.health.waits import WaitClock, collective_counts
 from ds_trainer.utils.exit_codes import HUNG
 from ds_trainer.utils.logging import EVERY_RANK, get_logger

@@ -1,14 +1,16 @@
-"""The sections with figures: curves, time, memory, ranks."""
+"""The sections with figures: curves, sources, time, memory, ranks, data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from ds_trainer.monitor.memory import BYTES_PER_GB
 from ds_trainer.monitor.metrics_file import LOSSES
-from ds_trainer.monitor.report.charts import Chart, Series, draw, shares, smoothed
-from ds_trainer.monitor.report.html import section, shown, table
+from ds_trainer.monitor.report.charts import SERIES, Chart, Series, draw, histogram, shares, smoothed
+from ds_trainer.monitor.report.html import rows_table, section, shown, table
+from ds_trainer.monitor.report.run_files import is_number
 from ds_trainer.monitor.units import human_bytes, human_count, human_duration
 
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -183,3 +185,105 @@ def ranks_section(ranks: Mapping[str, Any] | None) -> str:
     else:
         text += "No rank held up the others."
     return section("Ranks", f"{table(heads, rows)}<p class='soft small'>{text}</p>")
+
+
+_MOST_SAMPLES, _MOST_CHARACTERS, _MOST_SOURCES = 20, 6000, 200
+
+
+def data_section(data: Mapping[str, Any] | None) -> str:
+    """The data card: counts, lengths and colored samples; empty without data.
+
+    ``data_card.json`` in the output directory has what prepared the data. All keys are optional::
+
+        {"figures": {"samples": 12000, "trained share": "61 %"},
+         "sources": [{"name": "chats.jsonl", "samples": 8000, "tokens": 3100000, "truncated": 12}],
+         "lengths": {"edges": [0, 128, 256, 512], "counts": [10, 200, 31]},
+         "samples": [{"source": "chats.jsonl:3", "pieces": [{"text": "<|user|>Hi", "trained": false}, ...]}]}
+
+    A piece with ``"new_row": true`` begins another sample within a packed row.
+    """
+    if not data:
+        return ""
+    parts = []
+    figures, sources, lengths = data.get("figures"), data.get("sources"), data.get("lengths")
+    if isinstance(figures, Mapping):
+        parts.append(rows_table((str(name), _number(value)) for name, value in figures.items()))
+    sources = [one for one in sources if isinstance(one, Mapping)] if isinstance(sources, list) else []
+    if sources:
+        names = list(dict.fromkeys(name for source in sources for name in source))
+        rows = [[_number(source.get(name, "")) for name in names] for source in sources[:_MOST_SOURCES]]
+        parts.append(f"<h3>Sources</h3>{table(names, rows)}")
+    if isinstance(lengths, Mapping):
+        bars = histogram("Tokens of a sample", _numbers(lengths.get("edges")), _numbers(lengths.get("counts")))
+        parts.append(f'<div class="charts">{bars}</div>')
+    samples = data.get("samples")
+    if isinstance(samples, list) and samples:
+        parts.append('<h3>Samples</h3><p class="small"><span class="trained">trained on</span> '
+                     '<span class="masked">masked</span></p>')  # fmt: skip
+        parts += [_sample(sample) for sample in samples[:_MOST_SAMPLES] if isinstance(sample, Mapping)]
+    return section("Data", "".join(parts)) if parts else ""
+
+
+def _sample(sample: Mapping[str, Any]) -> str:
+    pieces, room = [], _MOST_CHARACTERS
+    given = sample.get("pieces")
+    for piece in given if isinstance(given, list) else ():
+        if not isinstance(piece, Mapping):
+            continue
+        text = str(piece.get("text", ""))[:room]
+        room -= len(text)
+        kind = "trained" if piece.get("trained") else "masked"
+        pieces.append(f'<span class="{kind}{" newrow" if piece.get("new_row") else ""}">{escape(text)}</span>')
+        if room <= 0:
+            pieces.append(" ...")
+            break
+    source = escape(str(sample.get("source", "")))
+    return f'<div class="soft small">{source}</div><div class="sample">{"".join(pieces)}</div>'
+
+
+def _numbers(values: Any) -> list[float]:
+    """``values`` if they are numbers, else none."""
+    return values if isinstance(values, list) and all(map(is_number, values)) else []
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+_MOST_ROWS = 100
+
+
+def source_section(losses: Mapping[str, Mapping[str, Any]]) -> str:
+    """The section; empty without losses.
+
+    Args:
+        losses: curves by source, by the name of the loss (``loss``, ``eval_loss``).
+    """
+    if not losses:
+        return ""
+    names = list(dict.fromkeys(name for found in losses.values() for name in found))
+    charts = [_source_chart(loss, found) for loss, found in losses.items()]
+    heads = ["source", *(f"{shown(loss)}: {what}" for loss in losses for what in ("first", "lowest", "last"))]
+    rows = [
+        [name, *(text for found in losses.values() for text in _first_lowest_last(found.get(name)))] for name in names
+    ]
+    more = "" if len(names) <= _MOST_ROWS else f'<p class="soft small">{len(names) - _MOST_ROWS:,} more sources.</p>'
+    body = f'<div class="charts">{"".join(charts)}</div>{table(heads, rows[:_MOST_ROWS])}{more}'
+    return section("Loss of each source", body)
+
+
+def _source_chart(loss: str, found: Mapping[str, Any]) -> str:
+    """The curves of as many sources as there are colors, those with the highest last loss."""
+    names = sorted(found, key=lambda name: -found[name][-1][1])[:SERIES]
+    series = [Series(name, found[name], n, dots=len(found[name]) < 2) for n, name in enumerate(names)]
+    title = shown(loss) if len(found) <= SERIES else f"{shown(loss)}, the {SERIES} highest of {len(found)} sources"
+    return draw(Chart(title, series))
+
+
+def _first_lowest_last(points: Any) -> list[str]:
+    if not points:
+        return ["", "", ""]
+    values = [value for _, value in points]
+    return [f"{value:.4g}" for value in (values[0], min(values), values[-1])]

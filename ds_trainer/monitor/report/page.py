@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ds_trainer.monitor.report.charts import CHART_STYLE, DARK, LIGHT, SERIES, Chart, Series, draw
-from ds_trainer.monitor.report.data_section import data_section
-from ds_trainer.monitor.report.figures import curves_section, memory_section, ranks_section, time_section
+from ds_trainer.monitor.report.charts import CHART_STYLE, DARK, LIGHT, SERIES
+from ds_trainer.monitor.report.figures import (
+    curves_section,
+    data_section,
+    memory_section,
+    ranks_section,
+    source_section,
+    time_section,
+)
 from ds_trainer.monitor.report.html import card, rows_table, section, shown, table
 from ds_trainer.monitor.units import human_count, human_duration
 
@@ -19,7 +25,6 @@ _STATES = {
     "stopped": "Stopped early", "running": "Running", "unknown": "Unknown",
 }  # fmt: skip
 
-_MOST_SOURCES = 100  # rows of a table
 _KEYS = "".join(f".k{n}::before{{background:var(--c{n})}}" for n in range(SERIES))
 _STYLE = f""":root{{color-scheme:light dark;{LIGHT}}}
 @media (prefers-color-scheme:dark){{:root{{{DARK}}}}}
@@ -85,7 +90,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         _advice(summary["advice"]),
         _failure(summary["outcome"]),
         curves_section(report),
-        _source_section(report["sources"]),
+        source_section(report["sources"]),
         time_section(report["time"]),
         memory_section(report),
         ranks_section(report["ranks"]),
@@ -196,42 +201,6 @@ def _failure(outcome: Mapping[str, Any]) -> str:
         else ""
     )
     return section("The error", f"<pre>{escape(outcome['details'][-6000:])}</pre>{code}")
-
-
-def _source_section(losses: Mapping[str, Mapping[str, Any]]) -> str:
-    """The section; empty without losses.
-
-    Args:
-        losses: curves by source, by the name of the loss (``loss``, ``eval_loss``).
-    """
-    if not losses:
-        return ""
-    names = list(dict.fromkeys(name for found in losses.values() for name in found))
-    charts = [_source_chart(loss, found) for loss, found in losses.items()]
-    heads = ["source", *(f"{shown(loss)}: {what}" for loss in losses for what in ("first", "lowest", "last"))]
-    rows = [
-        [name, *(text for found in losses.values() for text in _first_lowest_last(found.get(name)))] for name in names
-    ]
-    more = (
-        "" if len(names) <= _MOST_SOURCES else f'<p class="soft small">{len(names) - _MOST_SOURCES:,} more sources.</p>'
-    )
-    body = f'<div class="charts">{"".join(charts)}</div>{table(heads, rows[:_MOST_SOURCES])}{more}'
-    return section("Loss of each source", body)
-
-
-def _source_chart(loss: str, found: Mapping[str, Any]) -> str:
-    """The curves of as many sources as there are colors, those with the highest last loss."""
-    names = sorted(found, key=lambda name: -found[name][-1][1])[:SERIES]
-    series = [Series(name, found[name], n, dots=len(found[name]) < 2) for n, name in enumerate(names)]
-    title = shown(loss) if len(found) <= SERIES else f"{shown(loss)}, the {SERIES} highest of {len(found)} sources"
-    return draw(Chart(title, series))
-
-
-def _first_lowest_last(points: Any) -> list[str]:
-    if not points:
-        return ["", "", ""]
-    values = [value for _, value in points]
-    return [f"{value:.4g}" for value in (values[0], min(values), values[-1])]
 
 
 def _results(results: Mapping[str, Any] | None) -> str:

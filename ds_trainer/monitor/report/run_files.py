@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.monitor.metrics_file import read_records
-from ds_trainer.monitor.plots import loss_name
+from ds_trainer.monitor.metrics_file import LOSSES, read_records
 from ds_trainer.monitor.report.history import HISTORY_NAME, Session, read_sessions
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
@@ -97,8 +96,8 @@ class RunFiles:
 
     @property
     def loss_name(self) -> str:
-        """What the training loss is called."""
-        return loss_name(self.records)
+        """What the training loss is called: ``loss``, or the name of one that is not the loss of an evaluation."""
+        return next((name for record in self.records for name in LOSSES[1:] if name in record), LOSSES[0])
 
     def curve(self, name: str) -> Points:
         """``(step, value)`` of every finite logged value of ``name``."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_trainer.callbacks.state import STATE_FILE
 from ds_trainer.engine.process_group import stop_process_group
-from ds_trainer.monitor.metrics_text import format_metrics, metrics_table
+from ds_trainer.monitor.step_line import format_metrics, metrics_table
 from ds_trainer.training.loop.token_counter import batch_flops
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.utils.files import write_text_atomic

@@ -19,8 +19,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration
-from ds_trainer.planner.candidate import FEATURES, SEARCHED_FEATURES, Candidate
-from ds_trainer.planner.optimizer_states import state_bytes
+from ds_trainer.planner.candidate import FEATURES, SEARCHED_FEATURES, Candidate, state_bytes
 from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change

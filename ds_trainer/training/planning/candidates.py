@@ -9,8 +9,7 @@ from ds_trainer.arguments.completion import as_mapping
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.candidate import Candidate
-from ds_trainer.planner.optimizer_states import state_bytes
+from ds_trainer.planner.candidate import Candidate, state_bytes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.training.loop.run_plan import batch_plan_of, evaluation_plan_of
 from ds_trainer.training.model.activation_offload import offloads_activations

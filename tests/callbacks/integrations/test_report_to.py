@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.callbacks.integrations import ROWS, TRACKERS, reporting_callbacks
+from ds_trainer.callbacks.integrations import ROWS, TRACKERS, Guarded, reporting_callbacks
 from ds_trainer.callbacks.integrations.hyperparameters import without_secrets
-from ds_trainer.callbacks.integrations.reused import Guarded
 from ds_trainer.callbacks.integrations.tracker import rewrite_logs
 from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.utils.errors import ConfigError

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.monitor.dashboard.braille import bar, braille_chart
-from ds_trainer.monitor.dashboard.screen import screen_lines
+from ds_trainer.monitor.dashboard.screen import bar, braille_chart, screen_lines
 from ds_trainer.monitor.report.run_files import RunFiles
 from tests.monitor.report.example_run import example_run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ds_trainer.monitor.doctor.examination import operator_findings
 from ds_trainer.monitor.doctor.findings import Level
-from ds_trainer.monitor.doctor.operator_findings import operator_findings
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from ds_trainer.planner.activations.formula import Formula
+from ds_trainer.planner.activations.formula import TABLE, Formula, activations_of, as_json, from_json
 from ds_trainer.planner.activations.probe import gpu_dropout, probe
-from ds_trainer.planner.activations.table import TABLE, activations_of, as_json, from_json
 from ds_trainer.planner.layer_sizes import layer_sizes
 from ds_trainer.planner.transformer_shape import Stack
 from ds_trainer.training.model.gradient_checkpointing import enable_gradient_checkpointing

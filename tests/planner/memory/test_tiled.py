@@ -10,8 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_trainer.engine.tiling.per_token import tile_modules
-from ds_trainer.planner.activations.device_probe import _fake_weights, _one_sequence
-from ds_trainer.planner.activations.live_tensors import LiveTensors
+from ds_trainer.planner.activations.device_probe import LiveTensors, _fake_weights, _one_sequence
 from ds_trainer.planner.activations.probe import gpu_dropout
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.micro_batch import micro_batch
