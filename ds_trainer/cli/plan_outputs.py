@@ -140,7 +140,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
         request: the question.
         result: the answer.
         count: plans to list.
-        costs: of each plan: arguments of :func:`cost`, or empty.
+        costs: for the cost of each plan: arguments of :func:`cost`, or empty.
     """
     cluster, goal, best = request.cluster, request.goal, result.best
     found: dict[str, Any] = {

@@ -21,7 +21,7 @@ class Solution:
 
     Args:
         value: the number.
-        unit: of what, with remarks.
+        unit: what is counted, with remarks.
         model: with which it was found.
         cluster: with which it was found.
         goal: with which it was found.

@@ -93,8 +93,8 @@ def reduce_bucket(
 
     Args:
         hidden: width of the model; None if unknown.
-        element_bytes: of a gradient.
-        stage: of ZeRO.
+        element_bytes: bytes of an element of a gradient.
+        stage: the ZeRO stage.
         trainable: elements of a rank that are trained; None if unknown.
         network: None if unknown.
         source: where the width was read.
@@ -121,7 +121,7 @@ def prefetch_bucket(
 
     Args:
         hidden: width of the model; None if unknown.
-        element_bytes: of a weight.
+        element_bytes: bytes of an element of a weight.
         total: elements of the model; None if unknown.
         network: None if unknown.
         source: where the width was read.

@@ -221,7 +221,7 @@ class PlannedModel:
         """Activations of a stack for the dimensions of a rank, corrected by :attr:`probe`.
 
         Args:
-            sizes: of :func:`~ds_trainer.planner.layer_sizes.layer_sizes`.
+            sizes: the result of :func:`~ds_trainer.planner.layer_sizes.layer_sizes`.
             attention: see :meth:`activations`.
             number_format: see :meth:`activations`.
             stack: see :meth:`activations`.

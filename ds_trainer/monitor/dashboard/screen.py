@@ -24,8 +24,8 @@ def screen_lines(files: RunFiles, width: int, height: int, age: float | None) ->
     """The dashboard.
 
     Args:
-        files: of the run.
-        width, height: of the terminal, in characters.
+        files: what the run has written.
+        width, height: size of the terminal in characters.
         age: seconds since the metrics file changed; None if there is none.
 
     Returns:

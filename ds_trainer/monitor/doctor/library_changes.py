@@ -41,7 +41,7 @@ def warn_of_changes(directory: Path, self_test: str) -> bool:
     """Warn of packages outside the bounds, and of changed functions, with what they could corrupt. Called by one rank.
 
     Args:
-        directory: of the records; beside that of the self-test.
+        directory: where the records are; beside that of the self-test.
         self_test: the mode of the self-test, for the remedy.
 
     Returns:

@@ -97,7 +97,7 @@ def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> li
 
     Args:
         fast_network: whether InfiniBand or GPUs lock memory.
-        rank, world_size: those of this process: rank 0 has connections to all others.
+        rank, world_size: this process's rank and the number of ranks: rank 0 has connections to all others.
     """
     files, stack = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_STACK)
     locked, processes = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NPROC)

@@ -142,7 +142,7 @@ class StragglerReport:
     """Collects the windows of all ranks on the main process, outside the steps.
 
     Args:
-        times: those of this rank.
+        times: what this rank has measured.
         path: file to which the main process writes a line per window.
     """
 

@@ -95,7 +95,7 @@ class Watchdog:
 
     Args:
         rules: what counts as a hang.
-        heartbeat, waits: those of the training thread, which creates this object.
+        heartbeat, waits: what the training thread reports, which creates this object.
         directory: where reports go.
         board: shared by all ranks.
         stragglers: exchanges its windows at every check; None: no report on slow ranks.

@@ -36,7 +36,7 @@ def advice_of(
     """What to change, the most urgent first.
 
     Args:
-        files: of the run.
+        files: what the run has written.
         outcome: its state.
         use: where the time went.
         speed, memory: these sections of the report.

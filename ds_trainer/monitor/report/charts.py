@@ -327,7 +327,7 @@ def stacked_file(title: str, bars: Mapping[str, Mapping[str, float]], limit: flo
         title: above the bars.
         bars: sizes by part, for each bar from top to bottom.
         limit: drawn as a line.
-        unit: of the sizes.
+        unit: what the sizes are measured in.
     """
     largest: dict[str, float] = {}
     for parts in bars.values():

@@ -32,7 +32,7 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
     """The report of a run.
 
     Args:
-        files: of the run.
+        files: what the run has written.
         device_hour_price: price of one device for one hour; None: the one that the run was given, if any.
     """
     outcome, use, spikes = outcome_of(files), time_use(files), spikes_of(files)

@@ -51,7 +51,7 @@ class Probe:
         """``found`` in proportion to what was measured; so is what exists during a layer's passes.
 
         Args:
-            found: of the formulas, for a rank.
+            found: what the formulas say for a rank.
             layer: bytes per token that a whole layer keeps, of the formulas.
             length: tokens of a sequence.
         """

@@ -17,19 +17,19 @@ class Elements:
     """Elements of a rank: a slice of the model with tensor parallelism, not yet divided by ZeRO.
 
     Attributes:
-        total: of all parameters, with adapters, without quantized ones.
+        total: all parameters, with adapters, without quantized ones.
         quantized: bytes of quantized parameters.
-        trainable: of those that are trained.
-        persistent: of parameters that ZeRO-3 does not shard, because they are small.
-        layer: of a layer.
-        outside: of the parameters outside of layers.
-        head: of the LM head, tied or not; 0 if it is frozen.
-        tied: of the LM head if it is the embedding too; otherwise 0.
-        largest: of the largest parameter that is trained.
-        largest_in_layer: of the largest that is trained inside of a layer.
-        widest: of the largest parameter, trained or not.
-        widest_in_layer: of the largest inside of a layer, trained or not.
-        layers: of all layers.
+        trainable: parameters that are trained.
+        persistent: parameters that ZeRO-3 does not shard, because they are small.
+        layer: a layer.
+        outside: parameters outside of layers.
+        head: the LM head, tied or not; 0 if it is frozen.
+        tied: the LM head if it is the embedding too; otherwise 0.
+        largest: the largest parameter that is trained.
+        largest_in_layer: the largest one that is trained inside of a layer.
+        widest: the largest parameter, trained or not.
+        widest_in_layer: the largest one inside of a layer, trained or not.
+        layers: all layers.
         largest_matrix: that the largest parameter may have, on all ranks of tensor parallelism together.
         bucket: ``reduce_bucket_size`` of the compiled configuration.
         prefetch: ``stage3_prefetch_bucket_size`` of the compiled configuration.
@@ -104,7 +104,7 @@ def with_buckets(elements: Elements, hidden: int, run: Candidate, cluster: Clust
     """``elements`` with the buckets of the compiled configuration of ``run``.
 
     Args:
-        elements: of a rank.
+        elements: the numbers of elements of a rank.
         hidden: width of the model.
         run: stage, precision and tensor-parallel size.
         cluster: the machines; None if they are not known.

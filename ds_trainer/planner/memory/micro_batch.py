@@ -175,7 +175,7 @@ def tiled_layer(
         sizes: dimensions of a layer of a rank.
         kind: attention and number format.
         width: bytes of a weight.
-        tokens: of a rank in a micro-batch.
+        tokens: how many a rank has in a micro-batch.
     """
     formulas, _ = model.activations(*kind)
     share = min(1.0, sizes["hidden"] / tokens)

@@ -42,7 +42,7 @@ def model_states(elements: Elements, run: Candidate) -> tuple[dict[str, float], 
     """Bytes between two steps, on the device and in host memory.
 
     Args:
-        elements: of this rank.
+        elements: the numbers of elements of this rank.
         run: stage, offload, precision and ranks.
     """
     width, shards = run.weight_bytes, run.zero_shards
@@ -86,7 +86,7 @@ def nvme_states(elements: Elements, run: Candidate) -> dict[str, float]:
     """Bytes of a rank's files on local disks.
 
     Args:
-        elements: of this rank.
+        elements: the numbers of elements of this rank.
         run: stage, offload, precision and ranks.
     """
     trained = elements.trainable / run.shards

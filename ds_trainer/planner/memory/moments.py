@@ -108,7 +108,7 @@ def shared_items(states: Items, host: Items, elements: Elements, run: Candidate,
     Args:
         states: model states on the device between two steps.
         host: what is in host memory.
-        elements: of this rank.
+        elements: the numbers of elements of this rank.
         run: how it is trained.
         layers: number of layers.
     """
@@ -174,7 +174,7 @@ class GatheredWeights:
         a_layer: far from the turn.
         at_the_end: when the backward pass is at the first layer.
         in_evaluation: at most in a forward pass that keeps nothing.
-        buffer: of a gather.
+        buffer: what a gather is collected in.
         in_flight: a buffer that exists at the end of the backward pass too. It was measured in runs with sequences that
             ranks share, in which DeepSpeed gathers weights again.
     """

@@ -58,7 +58,7 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     """A copy of the arguments with the chosen values, and ``parallelism=None``.
 
     Args:
-        inputs: those of the Trainer.
+        inputs: what the Trainer was given.
         trainer: its class.
         estimator: reads the model.
 

@@ -34,7 +34,7 @@ class RunEstimator:
     """Predicts runs, and compares the last one with what was measured.
 
     Attributes:
-        estimate: of the last run; None if it cannot be predicted.
+        estimate: what was predicted for the last run; None if it cannot be predicted.
         reason: why not.
     """
 
@@ -49,7 +49,7 @@ class RunEstimator:
         """Predict a run. A model that cannot be read is no problem of the run: the header shows :attr:`reason`.
 
         Args:
-            inputs: those of the Trainer.
+            inputs: what the Trainer was given.
             config: the compiled configuration.
             layout: the layout of the job.
         """
