@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ds_trainer.callbacks.integrations.tracker import Tracker
+from ds_trainer.callbacks.integrations.tracker import Tracker, import_tracker, switched_off
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.ranks import likely_rank
@@ -201,8 +201,6 @@ class Guarded:
         try:
             getattr(super(), event)(*arguments, **kwargs)
         except Exception as error:
-            from ds_trainer.callbacks.integrations.tracker import switched_off
-
             switched_off(self.name, error)
             self._off = True
 
@@ -213,8 +211,6 @@ def reused_callback(name: str, class_name: str, package: str, install: str) -> A
     Raises:
         ConfigError: transformers or the tracker's library cannot be imported, or the callback refuses to start.
     """
-    from ds_trainer.callbacks.integrations.tracker import import_tracker
-
     integrations = import_tracker(name, _MODULE, "transformers")
     import_tracker(name, package, install)
     original = getattr(integrations, class_name)
