@@ -61,7 +61,8 @@ class Attempt:
 
     def abort(self) -> None:
         """Create the abort file: ranks on all machines end when they see it."""
-        (self.directory / ABORT_NAME).touch()
+        with outcomes.recording("the end of the job"):
+            (self.directory / ABORT_NAME).touch()
 
     def environment(self) -> dict[str, str]:
         """Environment variables for the ranks."""

@@ -35,6 +35,7 @@ from ds_trainer.launching.processes import adopt_orphans, die_with_parent, end_d
 from ds_trainer.utils import outcomes
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, REQUEUE, STOPPED
+from ds_trainer.utils.host_memory import kernel_kills, killed_for_memory
 from ds_trainer.utils.ranks import RankInfo, likely_rank, resolve_ranks
 
 ENCODED = "--encoded="
@@ -56,14 +57,14 @@ def main(argv: Sequence[str]) -> int:
     if info.master_port:
         os.environ.update(info.environment())
     adopt_orphans()
-    leader = MachineLeader(info)
+    leader, kills = MachineLeader(info), kernel_kills()
     parent = os.getppid()
     child = subprocess.Popen([sys.executable, "-u", *decode_args(argv)], preexec_fn=_prepare_child)
     _forward_signals(child)
     _watch(child, parent, leader)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     end_descendants()
-    _record(code)
+    _record(code, killed_for_memory() if code == 128 + signal.SIGKILL and kernel_kills() > kills else "")
     if code in (REQUEUE, STOPPED):
         _wait_for_others(info, leader)
     return code
@@ -132,7 +133,8 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> None:
     def forward(number: int, frame: FrameType | None) -> None:
         stop_file = os.environ.get(STOP_FILE)
         if number == signal.SIGUSR1 and stop_file:
-            Path(stop_file).touch()
+            with outcomes.recording("the request to stop"):
+                Path(stop_file).touch()
         if child.poll() is None:
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -173,15 +175,16 @@ def _reason_to_end(parent: int, leader: MachineLeader) -> str:
         return "its launcher has died"
     if not is_alive(os.environ.get(LAUNCHED_BY, "")):
         if directory and os.path.isdir(directory):
-            Path(directory, ABORT_NAME).touch()  # for ranks on other machines, which cannot see that
+            with outcomes.recording("the end of the job"):
+                Path(directory, ABORT_NAME).touch()  # for ranks on other machines, which cannot see that
         return "ds-trainer launch has died"
     if directory and leader.here and os.path.exists(os.path.join(directory, ABORT_NAME)):
         return "the job was aborted"
     return ""
 
 
-def _record(code: int) -> None:
-    if not outcomes.record_outcome(code):
+def _record(code: int, reason: str = "") -> None:
+    if not outcomes.record_outcome(code, reason=reason):
         print(
             f"ds-trainer (rank {likely_rank(os.environ)}): {os.environ[outcomes.VARIABLE]} does not exist on this "
             "machine. Use a directory that all machines share: ds-trainer launch --job-dir DIR.",

@@ -34,7 +34,7 @@ class JobEnd:
         rank: the rank that caused it, if known.
         host: its machine; empty if unknown.
         saved: whether a checkpoint was written since the start.
-        error: the error of that rank, if it recorded one.
+        error: the error of that rank, if it recorded one, or what else is known of its end.
     """
 
     code: int
@@ -92,7 +92,7 @@ def job_end(directory: Path, launcher_code: int, found: Mapping[int, RankOutcome
     # Ranks that end for another one have its exit code, and may be faster; what they record as an error is their own.
     ended = [cause] if signal_name(code) else [cause, *sorted(found.values(), key=lambda one: one.time)]
     errors = ((one, outcomes.read_error(directory, one.rank)) for one in ended)
-    cause, error = next((pair for pair in errors if pair[1]), (cause, ""))
+    cause, error = next((pair for pair in errors if pair[1]), (cause, cause.reason))
     return JobEnd(code, cause.rank, cause.host, saved, error)
 
 
@@ -133,7 +133,13 @@ def main(argv: Sequence[str]) -> int:
     codes = " ".join(map(str, sorted({one.code for one in found.values()}))) or "no exit codes"
     print(end.code, "restart" if decision.restart else "end", *decision.exclude)
     print(f"the ranks ended with {codes}, srun with {launcher_code}")
-    print("\n".join([*decision.why, *([f"rank {end.rank} on {end.host}: {end.error}"] if end.error else [])]))
+    failed = f"ended with exit code {end.code}" if row_of(end.code) is row_of(FAILED) else ""  # others agreed on it
+    who = (
+        [f"rank {end.rank} on {end.host}: {end.error or failed}"]
+        if end.rank is not None and (end.error or failed)
+        else []
+    )
+    print("\n".join([*decision.why, *who]))
     return 0
 
 

@@ -24,7 +24,7 @@ from ds_trainer.launching.processes import (
 from ds_trainer.launching.restarts import JobEnd, job_end
 from ds_trainer.utils.errors import listed
 from ds_trainer.utils.exit_codes import DONE
-from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes
+from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes, recording
 from ds_trainer.utils.printable import shown
 
 POLL_SECONDS = 0.2
@@ -133,7 +133,8 @@ class Supervisor:
         """Act on signals: first stop at a checkpoint, then end the launcher, then kill."""
         if self.requests.any and not self._stop_requested:
             self._stop_requested = True
-            self.attempt.job.stop_file.touch()
+            with recording("the request to stop"):
+                self.attempt.job.stop_file.touch()
             print_message(
                 "stopping at a checkpoint. A second signal ends the launcher, a third one kills all processes."
             )
@@ -202,7 +203,9 @@ class Supervisor:
 
     def _end(self, launcher_code: int) -> JobEnd:
         outcomes = read_outcomes(self.attempt.outcome_dir)  # again: a wrapper may correct what its rank has recorded
-        ended = sorted(outcomes.values(), key=lambda outcome: outcome.time)
+        end = job_end(self.attempt.outcome_dir, launcher_code, outcomes, len(self.expected))
+        # The cause comes first: ranks that end for another one may be faster.
+        ended = sorted(outcomes.values(), key=lambda outcome: (outcome.rank != end.rank, outcome.time))
         for outcome in ended[:8]:
             if outcome.code != DONE:
                 print_message(f"{outcome}.")
@@ -212,7 +215,6 @@ class Supervisor:
                 f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of {len(self.expected)} ranks "
                 f"recorded no outcome ({listed(missing, 8)})."
             )
-        end = job_end(self.attempt.outcome_dir, launcher_code, outcomes, len(self.expected))
         errors = ((outcome.rank, read_error(self.attempt.outcome_dir, outcome.rank)) for outcome in ended)
         rank, error = (end.rank, end.error) if end.error else next((one for one in errors if one[1]), (None, ""))
         if error:  # the cause, as the last line

@@ -230,7 +230,7 @@ class Trainer(SearchMethods, EvaluationMethods, Optimization, Saving):
             self.save_state()
         except OSError as error:  # the result of the training is not lost because a disk is full
             logger.error("trainer_state.json was not written to %s: %s.", assembly.output_dir, error)
-        assembly.publisher.finish()
+        assembly.publisher.finish(resumed=checkpoint is not None)
         return output
 
 

@@ -87,7 +87,9 @@ def signal_name(code: int) -> str:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of a process that ends with ``error``, which is not a ``SystemExit``."""
+    """The exit code of a process that ends with ``error``."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILED if error.code else DONE
     return FAULT if is_fault(error) else FAILED
 
 

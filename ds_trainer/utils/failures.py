@@ -38,7 +38,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
-from ds_trainer.utils.exit_codes import FAILED, FAULT, code_of
+from ds_trainer.utils.exit_codes import DONE, FAILED, FAULT, REQUEUE, STOPPED, code_of
 from ds_trainer.utils.outcomes import record_error
 from ds_trainer.utils.roll_call import Failure, RollCall
 from ds_trainer.utils.store import RankStore, expiry, group_store, pause_of, side_store
@@ -344,7 +344,8 @@ def rendezvous_again() -> Any:
 def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
     """Report ``error``, or raise PeerFailure if another rank caused it."""
     broken = (watch is not None and watch.aborted) or _is_broken_connection(error)
-    if isinstance(error, Exception) and not isinstance(error, PeerFailure) and not (broken and watch is not None):
+    agreed = isinstance(error, SystemExit) and code_of(error) in (DONE, REQUEUE, STOPPED)  # all ranks stop
+    if not agreed and not isinstance(error, PeerFailure) and not (broken and watch is not None):
         record_error(error)
     if watch is None:
         return

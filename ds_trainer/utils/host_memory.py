@@ -6,6 +6,7 @@ the machine do not include that limit, and a process that exceeds it is killed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,10 @@ import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_FILES = {
+    1: (("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
+    2: (("memory.max", "memory.current"), "inactive_file"),
+}
 
 
 class CgroupMemory(NamedTuple):
@@ -36,30 +41,56 @@ def total_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) 
     return total if limited is None else min(total, limited.limit)
 
 
+def kernel_kills(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """How many processes of this process's cgroups the kernel has killed because memory was exhausted.
+
+    A process that it kills can say nothing; another one compares two counts.
+    """
+    counts = [
+        _statistic(directory / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
+        for version, directory in _memory_cgroups(cgroups, membership)
+    ]
+    return sum(counts)
+
+
+def killed_for_memory() -> str:
+    """The reason that :func:`kernel_kills` has grown, as the end of a sentence."""
+    limited = cgroup_memory()
+    limit = f": the limit of its cgroup is {limited.limit / 2**30:.2f} GiB" if limited is not None else ""
+    return f"the kernel killed a process of this job because memory was exhausted{limit}"
+
+
 def cgroup_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> CgroupMemory | None:
     """The cgroup with the least free memory, from that of this process up to the root; None without a limit.
 
     Inactive pages of files count as free, since the kernel drops them first.
     """
-    lines = membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []
     found: list[CgroupMemory] = []
+    for version, directory in _memory_cgroups(cgroups, membership):
+        names, reclaimable = _FILES[version]
+        limit, used = (_number(directory / name) for name in names)
+        if limit is not None:
+            cached = _statistic(directory / "memory.stat", reclaimable)
+            found.append(CgroupMemory(limit, max(0, (used or 0) - cached)))
+    return min(found, key=lambda one: one.limit - one.used, default=None)
+
+
+def _memory_cgroups(cgroups: Path, membership: Path) -> Iterator[tuple[int, Path]]:
+    """Version and directory of the cgroups that may limit the memory of this process, from its own up to the root."""
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            root, names, reclaimable = cgroups, ("memory.max", "memory.current"), "inactive_file"
+            version, root = 2, cgroups
         elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            reclaimable = "total_inactive_file"
+            version, root = 1, cgroups / "memory"
         else:
             continue
         here = root / group.strip("/")
         for directory in [here, *here.parents]:
-            limit, used = (_number(directory / name) for name in names)
-            if limit is not None:
-                found.append(CgroupMemory(limit, max(0, (used or 0) - _statistic(directory, reclaimable))))
+            yield version, directory
             if directory == root:
                 break
-    return min(found, key=lambda one: one.limit - one.used, default=None)
 
 
 def _number(path: Path) -> int | None:
@@ -67,8 +98,8 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _statistic(directory: Path, name: str) -> int:
-    for line in _text(directory / "memory.stat").splitlines():
+def _statistic(path: Path, name: str) -> int:
+    for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
             return int(value)

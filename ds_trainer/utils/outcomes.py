@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,17 +27,24 @@ _BLAME, _SAVED = "blame.json", "checkpoint-written"
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended. ``code``: its exit code, or 128 + N if signal N killed it. ``time``: seconds since 1970."""
+    """How one rank ended.
+
+    Attributes:
+        code: its exit code, or 128 + N if signal N killed it.
+        time: seconds since 1970.
+        reason: why, if its launcher knows more than the code says.
+    """
 
     rank: int
     code: int
     host: str
     time: float
+    reason: str = ""
 
     def __str__(self) -> str:
         name = signal_name(self.code)
         how = f"was killed by {name}" if name else f"ended with exit code {self.code}"
-        return f"rank {self.rank} on {self.host} {how}"
+        return f"rank {self.rank} on {self.host} {how}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,24 @@ class Blame:
     error: str
 
 
+@contextmanager
+def recording(what: str) -> Iterator[None]:
+    """For a block that tells other processes something by a file: if it cannot be written, standard error says so.
+
+    A full disk must not replace the exit code of a rank, end a training, or leave processes behind.
+    """
+    try:
+        yield
+    except OSError as error:
+        print(f"ds_trainer: {what} could not be recorded: {error}.", file=sys.stderr, flush=True)
+
+
 def host_name() -> str:
     """The name of this machine, as SLURM has it if it started this process."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def record_outcome(code: int, environment: Mapping[str, str] = os.environ) -> bool:
+def record_outcome(code: int, environment: Mapping[str, str] = os.environ, reason: str = "") -> bool:
     """Record in the directory ``DS_TRAINER_OUTCOME_DIR``, if set, that this rank ends with ``code``.
 
     Returns:
@@ -63,8 +84,9 @@ def record_outcome(code: int, environment: Mapping[str, str] = os.environ) -> bo
         return True
     if not os.path.isdir(directory):
         return False
-    outcome = RankOutcome(likely_rank(environment), code, host_name(), time.time())
-    write_json(_path(Path(directory), outcome.rank), asdict(outcome))
+    outcome = RankOutcome(likely_rank(environment), code, host_name(), time.time(), reason)
+    with recording(f"that {outcome}"):
+        write_json(_path(Path(directory), outcome.rank), asdict(outcome))
     return True
 
 
@@ -77,11 +99,13 @@ def record_error(error: BaseException, environment: Mapping[str, str] = os.envir
     directory = environment.get(VARIABLE)
     if directory and os.path.isdir(directory):
         text = shown("".join(traceback.format_exception_only(type(error), error)).strip())
-        write_json(_error_path(Path(directory), likely_rank(environment)), text)
+        with recording("the error of this rank"):
+            write_json(_error_path(Path(directory), likely_rank(environment)), text)
     if environment.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        with recording("the error of this rank"):
+            get_error_handler().record_exception(error)
 
 
 def read_error(directory: Path, rank: int) -> str:
@@ -94,7 +118,8 @@ def record_blame(blame: Blame) -> None:
     """Record which rank the others wait for, or have lost. Without ``DS_TRAINER_OUTCOME_DIR`` nothing is written."""
     directory = os.environ.get(VARIABLE)
     if directory and os.path.isdir(directory):
-        write_json(Path(directory, _BLAME), asdict(blame))
+        with recording("the rank that the others wait for"):
+            write_json(Path(directory, _BLAME), asdict(blame))
 
 
 def read_blame(directory: Path) -> Blame | None:
@@ -107,7 +132,8 @@ def record_checkpoint() -> None:
     """Record that this start has written a checkpoint, so another one would not repeat all of it."""
     directory = os.environ.get(VARIABLE)
     if directory and os.path.isdir(directory):
-        Path(directory, _SAVED).touch()
+        with recording("that a checkpoint was written"):
+            Path(directory, _SAVED).touch()
 
 
 def checkpoint_was_written(directory: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ds_trainer.utils.errors import listed
 from ds_trainer.utils.exit_codes import FAULT
+from ds_trainer.utils.host_memory import kernel_kills, killed_for_memory
 from ds_trainer.utils.outcomes import Blame, host_name, record_blame
 from ds_trainer.utils.store import RankStore, expiry, poll
 
@@ -44,7 +45,7 @@ class RollCall:
 
     def __init__(self, notes: RankStore, rank: int, world_size: int, seconds: float) -> None:
         self._notes, self._rank, self._world_size, self._seconds = notes, rank, world_size, seconds
-        self._lock, self._answered = threading.Lock(), ""
+        self._lock, self._answered, self._kernel_kills = threading.Lock(), "", kernel_kills()
         notes.set(f"host/{rank}", host_name())
 
     @staticmethod
@@ -96,5 +97,7 @@ class RollCall:
         host = self._notes.get(f"host/{ranks[0]}") or "?"
         who = f"rank {ranks[0]} on {host} is" if len(ranks) == 1 else f"{len(ranks)} ranks ({listed(ranks, 8)}) are"
         text = f"{who} gone without an error: killed, crashed, ended early, or on a machine that failed"
+        if host == host_name() and kernel_kills() > self._kernel_kills:
+            text = f"{who} gone without an error: {killed_for_memory()}"
         record_blame(Blame(ranks[0], host, text))
         return Failure(text, FAULT, reported=False)

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from ds_trainer.utils.exit_codes import Restart, code_of, row_of
+from ds_trainer.utils.outcomes import recording
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # DIRECTORY/attempt_N/LOCAL_RANK/error.json
 _NAME = "final.json"
@@ -53,9 +54,10 @@ def record_final(exit_code: int, text: str, environment: Mapping[str, str] = os.
     """
     attempt = _attempt(environment)
     if attempt is not None and row_of(exit_code).restart is Restart.NEVER:
-        partial = attempt / f"{_NAME}.partial"
-        partial.write_text(json.dumps({"exit_code": exit_code, "text": text}), encoding="utf-8")
-        partial.replace(attempt / _NAME)
+        with recording("that another attempt would repeat this error"):
+            partial = attempt / f"{_NAME}.partial"
+            partial.write_text(json.dumps({"exit_code": exit_code, "text": text}), encoding="utf-8")
+            partial.replace(attempt / _NAME)
 
 
 def _attempt(environment: Mapping[str, str]) -> Path | None:

@@ -62,6 +62,7 @@ class HubServer:
         requests: ``"METHOD /path"`` of every request, in the order of arrival.
         bodies: text of every request's address, headers (without authorization) and body.
         commits: what was committed, in order.
+        cut: called with every request; whether its connection ends before anything is done.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class HubServer:
         self.commits: list[Commit] = []
         self.tokens = {TOKEN: True, READER: False}
         self.lock = threading.RLock()
+        self.cut: Callable[[str], bool] = lambda request: False
         self._failures: list[_Failure] = []
         self._held: list[tuple[str, threading.Event, threading.Event]] = []
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -189,6 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.requests.append(request)
             self.hub.bodies.append(f"{self.path}\n{kept}\n".encode() + body)
         self.hub.wait_where_held(request)
+        if self.hub.cut(request):
+            self.close_connection = True
+            return
         status, response, headers = 200, {}, {}
         try:
             trouble = self.hub.trouble(request)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,13 @@ from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.checkpoint_save import SaveFailed
 from ds_trainer.monitor.health.divergence import TrainingDiverged
+from ds_trainer.training.stopping.stop_controller import TrainingStopped
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.exit_codes import HUNG, REQUEUE
 from tests.checkpoint.protocol.test_save_failures import small_disk
-from tests.support.pool import pool
+from tests.monitor.health import hung_runs
+from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.pool import RankFailure, pool
 
 FULL_AT, STEPS, BAD = 5, 12, 9  # BAD: the step whose loss is NaN
 
@@ -32,16 +39,18 @@ class Regression(nn.Module):
 
 
 class Fill(TrainerCallback):
-    """Fills the disk at the end of a step; ``freed_at`` makes room again."""
+    """Fills the disk at the end of a step; ``freed_at`` makes room again, ``signal_at`` asks for a stop."""
 
-    def __init__(self, disk: Path, freed_at: int) -> None:
-        self._file, self._freed_at = disk / "filler", freed_at
+    def __init__(self, disk: Path, full_at: int = FULL_AT, freed_at: int = 0, signal_at: int = 0) -> None:
+        self._file, self._full_at, self._freed_at, self._signal_at = disk / "filler", full_at, freed_at, signal_at
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == FULL_AT:
+        if state.global_step == self._full_at and state.is_world_process_zero:
             fill(self._file)
         if state.global_step == self._freed_at:
             self._file.unlink()
+        if state.global_step == self._signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def fill(path: Path) -> None:
@@ -62,7 +71,7 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage() + ("" if record.exc_info is None else "\nTraceback"))
 
 
-def trained(disk: str, freed_at: int, **arguments: Any) -> tuple[str, int, bool, list[str]]:
+def trained(disk: str, freed_at: int, signal_at: int = 0, **arguments: Any) -> tuple[str, int, bool, list[str]]:
     """How it ended, at which step, whether the weights are finite, and what was logged."""
     torch.manual_seed(0)
     samples = [{"x": torch.randn(64), "labels": torch.tensor(1.0)} for _ in range(STEPS * 4)]
@@ -81,11 +90,12 @@ def trained(disk: str, freed_at: int, **arguments: Any) -> tuple[str, int, bool,
     messages = Messages()
     logging.getLogger("ds_trainer").addHandler(messages)
     try:
-        trainer = Trainer(Regression(), args, train_dataset=samples, callbacks=[Fill(Path(disk), freed_at)])
+        full = Fill(Path(disk), FULL_AT, freed_at, signal_at)
+        trainer = Trainer(Regression(), args, train_dataset=samples, callbacks=[full])
         trainer.train()
         ending = ""
-    except (SaveFailed, TrainingDiverged, ConfigError) as error:
-        ending = f"{type(error).__name__}: {error}"
+    except (SaveFailed, TrainingDiverged, ConfigError, TrainingStopped) as error:
+        ending = f"{type(error).__name__} {getattr(error, 'code', '')}: {error}".replace(" :", ":")
     finally:
         logging.getLogger("ds_trainer").removeHandler(messages)
     finite = all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
@@ -143,3 +153,72 @@ def test_a_start_on_a_full_disk_is_refused(tmp_path: Path) -> None:
         ((found, *_),) = pool(1).run(partial(trained, str(disk), 0, auto_resume=True))
         assert found.startswith("ConfigError") and "No space left on device" in found
         assert [path.name for path in list_checkpoints(disk / "out")] == ["checkpoint-4", "checkpoint-6"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ending"),
+    [
+        ("continue", f"TrainingStopped {REQUEUE}: Stopped at step {{}} by SIGTERM on rank 0: {{}}/out/checkpoint-4 is"),
+        ("stop", "SaveFailed: checkpoint-{} could not be written to {}"),
+    ],
+    ids=["continue", "stop"],
+)
+def test_a_stop_on_a_full_disk_says_which_checkpoint_is_complete(policy: str, ending: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        values = {"save_steps": 4, "save_failure_policy": policy}
+        ((found, step, finite, messages),) = pool(1).run(partial(trained, str(disk), 0, 7, **values))
+        assert found.startswith(ending.format(step, disk)) and step in (7, 8, 9) and finite, found
+        assert any("The run stops without it" in text for text in messages) == (policy == "continue")
+        assert [path.name for path in list_checkpoints(disk / "out")] == ["checkpoint-4"]
+        (disk / "filler").unlink()
+        again = {"auto_resume": True, "max_steps": 12, **values}
+        assert pool(1).run(partial(trained, str(disk), FULL_AT, **again))[0][:2] == ("", 12)
+
+
+class Told(logging.Handler):
+    """Appends messages about a hang to a file on another disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "has stalled" in record.getMessage() or "making progress again" in record.getMessage():
+            with self._path.open("a", encoding="utf-8") as stream:
+                stream.write(record.getMessage())
+
+
+def hung(disk: str, told: str, policy: str) -> int:
+    """A training of two ranks on a full disk, in which rank 1 stands still until the hang has been told."""
+
+    def stands_still() -> None:
+        deadline = time.monotonic() + hung_runs.LONGEST
+        while policy == "abort" or not (Path(told).exists() or time.monotonic() > deadline):
+            time.sleep(0.05)
+        time.sleep(1.0)  # the watchdog looks again
+
+    logging.getLogger("ds_trainer").addHandler(Told(Path(told)))
+    kind = type("Stopping", (hung_runs.Stops,), {"faulty": 1, "stands_still": staticmethod(stands_still)})
+    args = hung_runs.arguments(f"{disk}/out", hang_policy=policy)
+    full = Fill(Path(disk), hung_runs.STEP - 1)
+    trainer = kind(tiny_llama(), args, train_dataset=RaggedTokens(96), callbacks=[full])
+    trainer.train()
+    trainer.engine.close()
+    return int(trainer.state.global_step)
+
+
+@pytest.mark.parametrize("policy", ["report", "abort"])
+def test_a_hang_on_a_full_disk_is_in_the_log(policy: str, tmp_path: Path) -> None:
+    ranks, told = pool(2), tmp_path / "told"
+    workers = list(ranks._workers)
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        if policy == "report":
+            assert ranks.run(hung, str(disk), str(told), policy) == [6, 6]
+        else:
+            with pytest.raises(RankFailure):
+                ranks.run(hung, str(disk), str(told), policy, timeout=60.0)
+            assert [worker.exitcode for worker in workers] == [HUNG, HUNG]
+        text = told.read_text(encoding="utf-8")
+        assert "Slow: rank 1 (" in text and text.count("has stalled") == 1
+        assert text.count("making progress again") == (policy == "report")
+        assert not list((disk / "out").glob("health/hang-*/report.txt"))

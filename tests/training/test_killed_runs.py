@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,8 +24,10 @@ from ds_trainer import TrainerCallback
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, Manifest
+from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from tests.support import diverging
 from tests.support.pool import RankFailure, pool
 from tests.support.resuming import RunRecord, differences, make, run
 from tests.training.resume.test_resumption import STOP_AT, make_trainer
@@ -126,6 +129,40 @@ def test_a_run_killed_at_any_moment_resumes(seed: int, uninterrupted: list[RunRe
         pool(2).run(killed, str(tmp_path), ranks, later, seed % 2 == 0, timeout=60)
     assert list_checkpoints(tmp_path)
     resume_and_compare(tmp_path, uninterrupted)
+
+
+# -- a rollback ------------------------------------------------------------------------------------------------------
+
+BACK: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "nonfinite_policy": "rollback"}
+
+
+def roll_back(output_dir: str, seconds: float | None = None) -> tuple[RunRecord, dict[str, Any]]:
+    """Step 7 of a training goes wrong, after a checkpoint of step 4; ``seconds`` after the rollback begins: SIGKILL."""
+    original = Checkpointer.roll_back
+
+    def killed_later(checkpointer: Checkpointer, reason: str) -> Any:
+        if seconds is not None:
+            threading.Thread(target=lambda: time.sleep(seconds) or _die(), daemon=True).start()
+        return original(checkpointer, reason)
+
+    with mock.patch.object(Checkpointer, "roll_back", killed_later):
+        found = diverging.run(output_dir, diverging.Rows(12, 8, bad=(6,)), auto_resume=True, zero_stage=1, **BACK)
+        time.sleep(0.0 if seconds is None else 60.0)
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.06, 0.12, 0.25])
+def test_a_run_killed_during_a_rollback_resumes(seconds: float, tmp_path: Path) -> None:
+    """It goes wrong at the same step again, or has the checkpoint that follows: the end is that of the unbroken run."""
+    whole = pool(2).run(roll_back, str(tmp_path / "whole"))
+    with pytest.raises(RankFailure):
+        pool(2).run(roll_back, str(tmp_path / "killed"), seconds, timeout=60)
+    for (found, counted), (wanted, wanted_counts) in zip(
+        pool(2).run(roll_back, str(tmp_path / "killed")), whole, strict=True
+    ):
+        assert (found.logs, found.state, found.random, found.step) == (wanted.logs, wanted.state, wanted.random, 8)
+        assert {**counted, "history": 0} == {**wanted_counts, "history": 0} and counted["rollbacks"] == 1
+    assert not list((tmp_path / "killed").glob(".*"))
 
 
 # -- two jobs in one directory ---------------------------------------------------------------------------------------

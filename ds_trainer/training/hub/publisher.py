@@ -5,7 +5,7 @@ All ranks take part in saving weights; only the main process connects to the Hub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ import torch
 
 from ds_trainer.arguments.enums import HubStrategy, SaveStrategy
 from ds_trainer.callbacks.events import TrainingEvents
+from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
 from ds_trainer.training.hub.client import HubError
 from ds_trainer.training.hub.repository import Repository, repository_name
 from ds_trainer.training.hub.staging import stage_checkpoint, stage_model
@@ -34,6 +36,7 @@ logger = get_logger(__name__)
 
 _ARGUMENTS = "training_args.json"
 _LAST = "last-checkpoint"
+_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
 class HubPublisher:
@@ -67,8 +70,8 @@ class HubPublisher:
         self._uploads: Uploads | None = None
         self._is_open = False  # the same on all ranks
         self._saving = False
-        # The newest checkpoint, if it was not pushed because the previous push was still in progress.
-        self._skipped: Path | None = None
+        # Checkpoints of this process by name, with their last push; None if the previous one was still in progress.
+        self._checkpoints: dict[str, Future[Any] | None] = {}
 
     @property
     def output_dir(self) -> Path:
@@ -172,9 +175,8 @@ class HubPublisher:
         free = distributed.rank() == 0 and (args.hub_always_push or not self.uploads.busy)
         if not distributed.agree(torch.tensor([int(free)]))[0]:
             logger.info("%s is not pushed: the previous push is still in progress (hub_always_push).", checkpoint.name)
-            self._skipped = checkpoint
+            self._checkpoints[checkpoint.name] = None
             return False
-        self._skipped = None
         self._events.notify("on_push_begin")
         self.save()
         return True
@@ -192,31 +194,50 @@ class HubPublisher:
         message = "Training in progress, " + (
             f"step {state.global_step}" if by_step else f"epoch {int(state.epoch or 0)}"
         )
-        self._push_or_warn(message, checkpoint)
+        self._push_or_warn(message, [checkpoint])
 
-    def finish(self) -> None:
+    def finish(self, resumed: bool) -> None:
         """Push the final model at the end of a training, and wait for all pushes. Collective.
 
-        The newest checkpoint is pushed too if it was skipped, so that a run can resume from it.
+        Checkpoints that are missing on the Hub are pushed too: skipped ones, those whose push failed, and after a
+        resume those of the earlier process, which may have been killed during a push.
         """
         if not self._events.args.push_to_hub:
             return
         self._events.notify("on_push_begin")
         self.save()
         if distributed.rank() == 0:
-            skipped = self._skipped
-            self._push_or_warn("End of training", skipped if skipped is not None and skipped.is_dir() else None)
-            self._skipped = None
             if self.uploads.busy:
                 logger.info("Waiting until everything is pushed to %s.", self.repository_id)
+            self.uploads.finish()
+            self._push_or_warn("End of training", self._missing(resumed))
             self.uploads.finish()
         distributed.broadcast_from_main(None)  # all ranks wait here: their next collective would time out
 
     # -- details ------------------------------------------------------------------------------------------------------
 
-    def _push_or_warn(self, message: str, checkpoint: Path | None = None) -> None:
+    def _missing(self, resumed: bool) -> list[Path]:
+        """The checkpoints that the Hub lacks, as far as this process knows, while no push is in progress."""
+        assert self._repository is not None
+        args, known = self._events.args, self._checkpoints
+        if args.hub_strategy not in _WITH_CHECKPOINTS:
+            return []
+        found, there = list_checkpoints(self.output_dir), set()
+        if args.hub_strategy == HubStrategy.CHECKPOINT:
+            found = found[-1:]
+        elif resumed:
+            try:
+                there = self._repository.files(args.hub_revision)
+            except (ConfigError, HubError) as error:
+                logger.warning("%s Checkpoints of earlier processes are not pushed.", error)
+                resumed = False
+        pushed = {name for name, push in known.items() if push is not None and push.exception() is None}
+        earlier = [path.name for path in found if resumed and f"{path.name}/{MANIFEST_FILE}" not in there]
+        return [path for path in found if path.name not in pushed and path.name in (*known, *earlier)]
+
+    def _push_or_warn(self, message: str, checkpoints: Sequence[Path]) -> None:
         try:
-            self._begin(message, None, checkpoint)
+            self._begin(message, None, checkpoints)
         except OSError as error:
             logger.warning("%s is not pushed: its files cannot be staged (%s).", message, error)
 
@@ -224,28 +245,29 @@ class HubPublisher:
         self,
         message: str,
         revision: str | None,
-        checkpoint: Path | None = None,
+        checkpoints: Sequence[Path] = (),
         card: dict[str, Any] | None = None,
         awaited: bool = False,
     ) -> Future[Any]:
-        """Stage the output directory with a card, and ``checkpoint`` if ``hub_strategy`` pushes checkpoints."""
+        """Stage the output directory with a card, and ``checkpoints`` if ``hub_strategy`` pushes checkpoints."""
         assert self._repository is not None
         args, strategy = self._events.args, self._events.args.hub_strategy
-        pushed = checkpoint if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) else None
+        if strategy not in _WITH_CHECKPOINTS:
+            checkpoints = ()
         self._write_card(**(card or {}))
         write_text_atomic(self.output_dir / _ARGUMENTS, args.to_json_string() + "\n")
 
         def prepare(staged: Path) -> list[Commit]:
             commits = [Commit(stage_model(self.output_dir, staged / "model"), message)]
-            if pushed is not None:
-                folder = _LAST if strategy == HubStrategy.CHECKPOINT else pushed.name
-                commits.append(
-                    Commit(stage_checkpoint(pushed, staged / "checkpoint"), f"{message}, checkpoint", folder)
-                )
+            for path in checkpoints:
+                folder = _LAST if strategy == HubStrategy.CHECKPOINT else path.name
+                commits.append(Commit(stage_checkpoint(path, staged / path.name), f"{message}, checkpoint", folder))
             return commits
 
         branch = revision if revision is not None else args.hub_revision
-        return self.uploads.begin(prepare, self._repository, branch, not awaited)
+        push = self.uploads.begin(prepare, self._repository, branch, not awaited)
+        self._checkpoints.update({path.name: push for path in checkpoints})
+        return push
 
 
 def _raise_on_all_ranks(failure: ConfigError | HubError | None) -> None:

@@ -53,3 +53,15 @@ class Repository:
             f"Creating the branch {revision!r} of {self.id}",
         )
         self._branches.add(revision)
+
+    def files(self, revision: str | None) -> set[str]:
+        """Paths of all files of a branch.
+
+        Raises:
+            ConfigError, HubError: see the constructor.
+        """
+        return set(
+            with_retries(
+                lambda: self.api.list_repo_files(self.id, revision=revision), f"Listing the files of {self.id}"
+            )
+        )

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 # Model files that a commit removes if it does not replace them, so that a repository never holds files of two models.
 _MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model*")
 
-_FAILED = "%s Nothing was pushed; training continues, and the next push sends everything again."
+_FAILED = "%s Training continues, and the next push sends everything again."
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ The incidents are part of the run: every checkpoint has them (``run.json``), and
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -71,8 +70,7 @@ class DivergenceGuard:
         engine: updates the weights.
         global_batch_size: samples of a step.
         samples_ahead: positions in the dataset of the next micro-batches of this replica; None if unknown.
-        roll_back: ``roll_back(began, reason)`` restores the newest checkpoint of this training, which began at
-            ``began`` (seconds since 1970); collective.
+        roll_back: ``roll_back(reason)`` restores the newest checkpoint of this training; collective.
         log: logs values (``Trainer.log``).
         restored: the result of :meth:`to_json` in an earlier part of the run.
 
@@ -86,7 +84,7 @@ class DivergenceGuard:
         engine: TrainingEngine,
         global_batch_size: int,
         samples_ahead: Callable[[int], list[list[int]] | None],
-        roll_back: Callable[[float, str], RolledBack],
+        roll_back: Callable[[str], RolledBack],
         log: Callable[[dict[str, Any]], None],
         restored: Mapping[str, Any] | None = None,
     ) -> None:
@@ -97,7 +95,6 @@ class DivergenceGuard:
         self._samples_ahead = samples_ahead
         self._roll_back = roll_back
         self._log = log
-        self._began = time.time()
         self._policies = (DivergencePolicy(args.nonfinite_policy), DivergencePolicy(args.loss_spike_policy))
         self.incidents = SkippedSteps(args.divergence_limit, args.divergence_window)
         self._spikes: SpikeDetector | None = None
@@ -213,7 +210,7 @@ class DivergenceGuard:
             logger.warning("%s", f"{' '.join(message)} Its update is skipped ({name}=skip; {counted}).")
             return Update.SKIPPED
         incidents.rollbacks += 1
-        target = self._roll_back(self._began, " ".join(message))
+        target = self._roll_back(" ".join(message))
         skipped = incidents.tried - target.tried
         logger.warning(
             "%s",

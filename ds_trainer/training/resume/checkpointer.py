@@ -174,21 +174,20 @@ class Checkpointer:
         )
         return resumed
 
-    def roll_back(self, began: float, reason: str) -> RolledBack:
+    def roll_back(self, reason: str) -> RolledBack:
         """Restore the newest valid checkpoint of this training, or the one from which it resumed.
 
         The data cursor keeps its position, so the data read since that checkpoint is not read again: the steps before
         the failing one are skipped too. Waits for a save in progress.
 
         Args:
-            began: when this training began, in seconds since 1970; older checkpoints belong to another training.
             reason: for the error message.
 
         Raises:
             TrainingDiverged: there is no such checkpoint.
         """
         self.wait()
-        resumption = Resumption.of(rollback_checkpoint(self._directory, self._resumption, self._changes, began, reason))
+        resumption = Resumption.of(rollback_checkpoint(self._directory, self._resumption, self._changes, reason))
         state = self._run.events.state
         first = self._resumption is not None and resumption.path == self._resumption.path
         changes = self._changes if first else Changes({})  # later checkpoints have the values of this run
@@ -342,7 +341,8 @@ class Checkpointer:
         if self._run.events.args.save_failure_policy != SaveFailurePolicy.CONTINUE or not error.by_disk:
             raise error
         if self._run.is_main_process:
-            logger.error("%s Training continues (save_failure_policy=continue).", error)
+            what = "Training continues" if self._stop.agreed is None else "The run stops without it"
+            logger.error("%s %s (save_failure_policy=continue).", error, what)
 
     def shared_files(self, state: TrainerState) -> list[CheckpointFile]:
         """The files that are the same on all ranks (trainer state, schedule ...); empty unless this rank leads."""

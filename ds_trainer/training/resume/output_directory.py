@@ -52,6 +52,8 @@ class OutputDirectory:
     Attributes:
         path: its path.
         writer_group: the ranks that share it; set by :meth:`acquire`.
+        first_generation: the generation of the first checkpoint of this training; checkpoints with a smaller one are of
+            another training. Set by :meth:`acquire` on the leader. Clocks may be set back, generations are not.
     """
 
     def __init__(self, args: TrainingArguments, resume: str | bool | None = None) -> None:
@@ -59,6 +61,7 @@ class OutputDirectory:
         self._resumes = bool(resume)
         self._requested = find_checkpoint(resume, self.path) if resume else None
         self.writer_group: WriterGroup
+        self.first_generation = 0
         self._args = args
         self._lock: DirectoryLock | None = None
         self._imported: Path | None = None
@@ -94,8 +97,10 @@ class OutputDirectory:
                         f"training: {holder}. End that training, or choose another directory."
                     )
                 else:
-                    for action in CheckpointDirectory(self.path).tidy():
+                    checkpoints = CheckpointDirectory(self.path)
+                    for action in checkpoints.tidy():
                         logger.info("%s: %s.", self.path, action)
+                    self.first_generation = checkpoints.next_generation()
             except ConfigError as error:
                 problem = str(error)
             except OSError as error:

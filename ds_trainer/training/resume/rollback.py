@@ -13,7 +13,7 @@ from ds_trainer.utils import distributed
 
 
 def rollback_checkpoint(
-    directory: OutputDirectory, resumption: Resumption | None, changes: Changes, began: float, reason: str
+    directory: OutputDirectory, resumption: Resumption | None, changes: Changes, reason: str
 ) -> Path:
     """The newest valid checkpoint of this training, or the one from which it resumed. Collective.
 
@@ -21,7 +21,6 @@ def rollback_checkpoint(
         directory: the output directory of the training.
         resumption: the checkpoint from which it resumed.
         changes: the arguments that had changed since that checkpoint was written.
-        began: when the training began, in seconds since 1970; older checkpoints belong to another training.
         reason: for the error message.
 
     Raises:
@@ -30,8 +29,7 @@ def rollback_checkpoint(
     nothing = f"{reason} There is no checkpoint of this training for a rollback"
     try:
         path, manifest = directory.choose(None)
-        # The clocks of machines differ, so rank 0 decides: it wrote the manifest, or its machine did.
-        if distributed.broadcast_object(manifest.written >= began):
+        if distributed.broadcast_object(manifest.generation >= directory.first_generation):
             return path
     except BrokenCheckpoint:
         pass

@@ -19,6 +19,9 @@ from ds_trainer.training.stopping.signals import SignalCounter
 from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
 from ds_trainer.utils.host_votes import HostVotes
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 STOP_FILE = "STOP"
 JOB_STOP_FILE = "DS_TRAINER_STOP_FILE"
@@ -181,7 +184,10 @@ class StopController:
         """The exception to raise once the stop is complete. Removes the file ``STOP`` that requested it."""
         assert self.agreed is not None
         if self.agreed.reason == "stop file" and self._rank == 0:
-            self._files["stop file"][0].unlink(missing_ok=True)
+            try:
+                self._files["stop file"][0].unlink(missing_ok=True)
+            except OSError as error:  # a directory of that name, a disk that has become read-only
+                logger.warning("%s. Remove it: until then every start of this run stops at once.", error)
         code = self.agreed.code if self._resumable else STOPPED
         if code == STOPPED and launcher_restarts(os.environ):
             code = 0
