@@ -56,7 +56,7 @@ def kernel_kills(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> in
 def killed_for_memory() -> str:
     """The reason that :func:`kernel_kills` has grown, as the end of a sentence."""
     limited = cgroup_memory()
-    limit = f": the limit of its cgroup is {limited.limit / 2**30:.2f} GiB" if limited is not None else ""
+    limit = f": the limit of its cgroup is {limited.limit / 1e9:.2f} GB" if limited is not None else ""
     return f"the kernel killed a process of this job because memory was exhausted{limit}"
 
 

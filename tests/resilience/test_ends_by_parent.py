@@ -26,7 +26,7 @@ from tests.support.models import PlainLanguageModel, RaggedTokens
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-FAILING, LIMIT = 1, 3 * 2**30
+FAILING, LIMIT = 1, 3 * 10**9
 
 
 class Breaks(Exception):
@@ -51,7 +51,7 @@ ENDS: dict[str, tuple[Callable[[], Any], int, str]] = {  # how; the code of the 
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), 137, "rank 1 on {host} is gone without an error"),
     "SIGSEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), 139, "rank 1 on {host} is gone without an error"),
     "memory of the GPU": (lambda: fail(CUDA), FAILED, "rank 1 failed with OutOfMemory: Out of memory on rank 1"),
-    "memory of the job": (use_all_memory, 137, "because memory was exhausted: the limit of its cgroup is 3.00 GiB"),
+    "memory of the job": (use_all_memory, 137, "because memory was exhausted: the limit of its cgroup is 3.00 GB"),
     "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), REQUEUE, "by SIGTERM on rank 1: "),
 }
 COMMANDS = {
