@@ -52,7 +52,8 @@ def sections() -> dict[str, list[str]]:
 
 
 def line_of(sentence: str) -> str:
-    return f"{zlib.crc32(sentence.encode()) & 0xFFFF:04x} {sentence[:60]} "
+    beginning = sentence if len(sentence) <= 60 else sentence[:60].rpartition(" ")[0]
+    return f"{zlib.crc32(sentence.encode()) & 0xFFFF:04x} {beginning} "
 
 
 @pytest.mark.parametrize("section", sections())
