@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 from ds_trainer.utils.exit_codes import Restart, code_of, row_of
-from ds_trainer.utils.outcomes import recording
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # DIRECTORY/attempt_N/LOCAL_RANK/error.json
 _NAME = "final.json"
@@ -54,6 +53,8 @@ def record_final(exit_code: int, text: str, environment: Mapping[str, str] = os.
     """
     attempt = _attempt(environment)
     if attempt is not None and row_of(exit_code).restart is Restart.NEVER:
+        from ds_trainer.utils.outcomes import recording  # it needs files, which imports this module
+
         with recording("that another attempt would repeat this error"):
             partial = attempt / f"{_NAME}.partial"
             partial.write_text(json.dumps({"exit_code": exit_code, "text": text}), encoding="utf-8")
