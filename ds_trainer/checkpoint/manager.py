@@ -16,16 +16,12 @@ from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
-from ds_trainer.checkpoint.protocol.checkpoint_selection import (
-    VerifiedCheckpoint,
-    newest_valid_checkpoint,
-    verify_checkpoint,
-)
 from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, SHARDS, Manifest
 from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.checkpoint.selection import verify_checkpoint
 from ds_trainer.checkpoint.shards.engine_files import engine_state_files, restore_engine_state
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan
@@ -298,7 +294,7 @@ class CheckpointManager:
 
     def _load_engine(self, path: Path, keep: Collection[str] = (), states: bool = True) -> Manifest:
         manifest = Manifest.read(path)
-        _check_resumable(path, manifest)
+        manifest.check_resumable(path)
         same = self.is_same_layout(manifest)
         if manifest.engine == SHARDS:
             excluded = self._check_base(path)
@@ -348,29 +344,6 @@ class CheckpointManager:
                 logger.info("Removing %s: save_total_limit=1, and %s is the best.", path, best.name)
                 self.directory.remove(path)
         distributed.barrier()
-
-
-def choose_checkpoint(requested: Path | None, output_dir: Path, writer_group: WriterGroup) -> VerifiedCheckpoint:
-    """Returns the checkpoint to resume from, verified: ``requested``, or the newest valid one. Collective.
-
-    Raises:
-        BrokenCheckpoint: it is damaged, or there is no valid one.
-        ConfigError: it holds weights only.
-    """
-    if requested is not None:
-        checkpoint = verify_checkpoint(requested, writer_group, distributed)
-    else:
-        checkpoint = newest_valid_checkpoint(CheckpointDirectory(output_dir), writer_group, distributed)
-    _check_resumable(*checkpoint)
-    return checkpoint
-
-
-def _check_resumable(path: Path, manifest: Manifest) -> None:
-    if manifest.only_model:
-        raise ConfigError(
-            f"{path} holds weights only (save_only_model=True when it was saved) and cannot be resumed from. "
-            f"Start a new run from its weights with start_from_weights={str(path)!r}."
-        )
 
 
 def _sizes(engine: TrainingEngine) -> dict[str, int]:

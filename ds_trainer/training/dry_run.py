@@ -29,7 +29,7 @@ from ds_trainer.arguments.enums import SelfTest, VerifyWeights
 from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback
-from ds_trainer.checkpoint.protocol import checkpoint_selection
+from ds_trainer.checkpoint import selection
 from ds_trainer.data.stream import length_of
 from ds_trainer.engine.fake_group import MadeGroups, fake_process_group
 from ds_trainer.engine.loading.weight_source import WeightSource, attach_weight_source, attached_weight_source
@@ -368,15 +368,15 @@ def _leaves(value: Any) -> int:
 def _quiet() -> Iterator[None]:
     """No wait for other ranks that might fail too, and no warnings about this machine, which is not that of the job."""
     logger = logging.getLogger("ds_trainer.monitor.doctor.startup_checks")
-    level, grace, split = logger.level, failures.GRACE_SECONDS, checkpoint_selection.SPLIT_BYTES
+    level, grace, split = logger.level, failures.GRACE_SECONDS, selection.SPLIT_BYTES
     logger.setLevel(logging.ERROR)
     failures.GRACE_SECONDS = 0.0
-    checkpoint_selection.SPLIT_BYTES = 2**63  # no other rank reads its part of a file
+    selection.SPLIT_BYTES = 2**63  # no other rank reads its part of a file
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # not by fake groups
             warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")  # there is no GPU
             yield
     finally:
-        failures.GRACE_SECONDS, checkpoint_selection.SPLIT_BYTES = grace, split
+        failures.GRACE_SECONDS, selection.SPLIT_BYTES = grace, split
         logger.setLevel(level)

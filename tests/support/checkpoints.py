@@ -13,10 +13,10 @@ import numpy as np
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
-from ds_trainer.checkpoint.protocol.checkpoint_selection import VerifiedCheckpoint, newest_valid_checkpoint
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile, SharedFiles
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.checkpoint.selection import VerifiedCheckpoint, newest_valid_checkpoint
 
 T = TypeVar("T")
 

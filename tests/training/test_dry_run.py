@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.protocol import checkpoint_selection
+from ds_trainer.checkpoint import selection
 from ds_trainer.training.dry_run import Adapt, DryRun, dry_run
 from ds_trainer.training.trainer import Trainer
 from ds_trainer.utils import distributed, failures
@@ -123,7 +123,7 @@ def state() -> tuple[Any, ...]:
     logger = logging.getLogger("ds_trainer.monitor.doctor.startup_checks")
     return (
         *(get_accelerator().device_name(), distributed.is_initialized(), distributed.gather_to_main),
-        *(failures.GRACE_SECONDS, checkpoint_selection.SPLIT_BYTES, logger.level),
+        *(failures.GRACE_SECONDS, selection.SPLIT_BYTES, logger.level),
     )
 
 

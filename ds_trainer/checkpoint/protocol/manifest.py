@@ -109,6 +109,14 @@ class Manifest:
         with writer.create(MANIFEST_FILE) as stream:
             stream.write(self.to_json().encode())
 
+    def check_resumable(self, path: Path) -> None:
+        """Raise :class:`ConfigError` if the checkpoint at ``path`` holds weights only."""
+        if self.only_model:
+            raise ConfigError(
+                f"{path} holds weights only (save_only_model=True when it was saved) and cannot be resumed from. "
+                f"Start a new run from its weights with start_from_weights={str(path)!r}."
+            )
+
     def same_layout(self, layout: Mapping[str, int], zero_stage: int, precision: str) -> bool:
         """Returns whether the checkpoint was written in this layout, ZeRO stage and precision."""
         return (dict(self.layout), self.zero_stage, self.precision) == (dict(layout), zero_stage, precision)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.manager import choose_checkpoint
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import (
     HOW_TO_RESUME,
@@ -18,11 +17,9 @@ from ds_trainer.checkpoint.protocol.checkpoint_directory import (
     find_checkpoint,
     list_checkpoints,
 )
-from ds_trainer.checkpoint.protocol.checkpoint_selection import VerifiedCheckpoint
 from ds_trainer.checkpoint.protocol.directory_lock import DirectoryLock
-from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
-from ds_trainer.checkpoint.protocol.other_formats import CheckpointFormat
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
+from ds_trainer.checkpoint.selection import resolve
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
@@ -135,10 +132,11 @@ class OutputDirectory:
             if not is_trial:
                 self._check_new_run()
             return None
-        requested = self._requested
-        if requested is not None and not (requested / MANIFEST_FILE).is_file():
-            requested = self._converted(requested, running_model)
-        return self.choose(requested)[0]
+        trusted = self._args.trust_checkpoint
+        path = resolve(self._requested, self.path, self.writer_group, trusted, running_model).path
+        if self._requested not in (None, path) and self.writer_group.is_leader:
+            self._imported = path
+        return path
 
     def _has_checkpoints(self) -> bool:
         """Whether there is a checkpoint to resume from, damaged or not. Collective."""
@@ -170,49 +168,11 @@ class OutputDirectory:
                 set_another,
             )
 
-    def choose(self, requested: Path | None) -> VerifiedCheckpoint:
-        """``requested``, or the newest valid checkpoint, verified by all ranks. Collective.
-
-        Raises:
-            BrokenCheckpoint: it is damaged, or there is no valid checkpoint.
-            ConfigError: it has weights only.
-        """
-        return choose_checkpoint(requested, self.path, self.writer_group)
-
     def newest(self) -> Path | None:
         """The newest checkpoint, as the main process sees it. Collective."""
         found = list_checkpoints(self.path) if distributed.rank() == 0 else []
         newest: Path | None = distributed.broadcast_object(found[-1] if found else None)
         return newest
-
-    def _converted(self, requested: Path, running_model: Callable[[], RunningModel]) -> Path | None:
-        """Convert a checkpoint of DeepSpeed or transformers into a hidden directory, and return its path. Collective.
-
-        Raises:
-            ConfigError: it cannot be converted; on all ranks.
-        """
-        from ds_trainer.checkpoint.converters.checkpoint_import import import_hidden
-        from ds_trainer.checkpoint.converters.conversion import other_format_at
-
-        group, problem = self.writer_group, None
-        if group.is_leader:
-            try:
-                foreign = other_format_at(requested)
-                logger.info("%s has the format of %s: converting it first.", requested, foreign.format.value)
-                here = running_model() if foreign.format is CheckpointFormat.HF_TRAINER else None
-                name = (group.node, group.nodes, "converted")
-                self._imported, made = import_hidden(
-                    foreign, CheckpointDirectory(self.path), self._args.trust_checkpoint, *name, here
-                )
-                if distributed.rank() == 0:
-                    print("\n  ".join([f"Converted from {requested}:", *made.notes]), flush=True)
-            except ConfigError as error:
-                problem = str(error)
-        reports = distributed.gather_objects((problem, self._imported))
-        if problems := [message for message, _ in reports if message is not None]:
-            raise ConfigError(list(dict.fromkeys(problems)))
-        converted: Path | None = reports[group.leader][1]
-        return converted
 
     def drop_imported(self) -> None:
         """Remove the imported checkpoint after all ranks have read it. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint
+from ds_trainer.checkpoint.selection import resolve, verify_checkpoint
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.output_directory import OutputDirectory
@@ -28,7 +29,7 @@ def rollback_checkpoint(
     """
     nothing = f"{reason} There is no checkpoint of this training for a rollback"
     try:
-        path, manifest = directory.choose(None)
+        path, manifest = resolve(None, directory.path, directory.writer_group)
         if distributed.broadcast_object(manifest.generation >= directory.first_generation):
             return path
     except BrokenCheckpoint:
@@ -38,6 +39,6 @@ def rollback_checkpoint(
     if changes.optimizer:
         raise TrainingDiverged(f"{nothing} with the current optimizer, which was changed on resume: training stops.")
     try:
-        return directory.choose(resumption.path)[0]
+        return verify_checkpoint(resumption.path, directory.writer_group, distributed).path
     except BrokenCheckpoint as error:
         raise TrainingDiverged(f"{nothing} ({error}): training stops.") from error

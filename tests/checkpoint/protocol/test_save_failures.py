@@ -23,9 +23,9 @@ from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory, list_checkpoints
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave, SaveFailed
-from ds_trainer.checkpoint.protocol.checkpoint_selection import verify_checkpoint
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.checkpoint.selection import verify_checkpoint
 from ds_trainer.utils import distributed
 from ds_trainer.utils.collective_limit import collective_limit, set_collective_limit
 from ds_trainer.utils.errors import ConfigError

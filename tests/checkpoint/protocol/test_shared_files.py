@@ -11,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_trainer.checkpoint.protocol import checkpoint_selection, disk
+from ds_trainer.checkpoint import selection
+from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave, SaveFailed
-from ds_trainer.checkpoint.protocol.checkpoint_selection import verify_checkpoint
 from ds_trainer.checkpoint.protocol.crc32 import append_zeros, finalize, register, register_of_rows
 from ds_trainer.checkpoint.protocol.file_records import checksum, partial_checksum
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile, SharedFiles, combine_records
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
+from ds_trainer.checkpoint.selection import verify_checkpoint
 from tests.support.checkpoints import HEADER_SIZE, METADATA, SHARED, SharedFileWriter, on_ranks, shared_of
 
 
@@ -109,7 +110,7 @@ def test_ranks_write_one_file(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_damage_anywhere_is_detected(ranks: int, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if each rank reads only a part."""
-    monkeypatch.setattr(checkpoint_selection, "SPLIT_BYTES", 0 if split else 2**30)
+    monkeypatch.setattr(selection, "SPLIT_BYTES", 0 if split else 2**30)
     path = saved(tmp_path, 2)
     size = len(WHOLE)
     for at in (0, HEADER_SIZE - 1, HEADER_SIZE, size // 3 - 1, size // 3, size // 2, size - 1):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.crc32 import finalize
 from ds_trainer.checkpoint.protocol.file_records import FileRecord, describe_mismatch, find_damage, partial_checksum
-from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
+from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest
+from ds_trainer.checkpoint.protocol.other_formats import CheckpointFormat
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
-from ds_trainer.utils.errors import listed
+from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 
 logger = get_logger(__name__)
 
@@ -26,6 +32,78 @@ class VerifiedCheckpoint(NamedTuple):
 
     path: Path
     manifest: Manifest
+
+
+def resolve(
+    requested: Path | None,
+    output_dir: Path,
+    writer_group: WriterGroup,
+    trusted: bool = False,
+    running_model: Callable[[], RunningModel] | None = None,
+) -> VerifiedCheckpoint:
+    """Returns the checkpoint to resume from: ``requested``, or the newest valid one in ``output_dir``. Collective.
+
+    A checkpoint of DeepSpeed or transformers is converted into a hidden directory of ``output_dir``: the result then
+    has another path than ``requested``, and the leader of ``writer_group`` removes it after use.
+
+    Args:
+        requested: a checkpoint of any format; None for the newest valid one.
+        output_dir: the parent of the ``checkpoint-N`` directories.
+        writer_group: the ranks that share ``output_dir``.
+        trusted: unpickle arbitrary objects in checkpoints of other formats.
+        running_model: describes the model of this run, for checkpoints whose optimizer states have numbers.
+
+    Raises:
+        BrokenCheckpoint: it is damaged, or there is no valid one.
+        ConfigError: it holds weights only, or cannot be converted; on all ranks.
+    """
+    if requested is None:
+        checkpoint = newest_valid_checkpoint(CheckpointDirectory(output_dir), writer_group, distributed)
+        checkpoint.manifest.check_resumable(checkpoint.path)
+        return checkpoint
+    path = requested
+    if not (requested / MANIFEST_FILE).is_file():
+        path = _converted(requested, output_dir, writer_group, trusted, running_model)
+    try:
+        checkpoint = verify_checkpoint(path, writer_group, distributed)
+        checkpoint.manifest.check_resumable(path)
+    except BaseException:
+        if path != requested and writer_group.is_leader:
+            disk.remove_tree(path)
+        raise
+    return checkpoint
+
+
+def _converted(
+    requested: Path,
+    output_dir: Path,
+    writer_group: WriterGroup,
+    trusted: bool,
+    running_model: Callable[[], RunningModel] | None,
+) -> Path:
+    """Converts a checkpoint of another format on the leader of each group; returns the path of this rank's group."""
+    from ds_trainer.checkpoint.converters.checkpoint_import import import_hidden
+    from ds_trainer.checkpoint.converters.conversion import other_format_at
+
+    problem = converted = None
+    if writer_group.is_leader:
+        try:
+            foreign = other_format_at(requested)
+            logger.info("%s has the format of %s: converting it first.", requested, foreign.format.value)
+            model = running_model() if running_model and foreign.format is CheckpointFormat.HF_TRAINER else None
+            name = (writer_group.node, writer_group.nodes, "converted")
+            converted, made = import_hidden(foreign, CheckpointDirectory(output_dir), trusted, *name, model)
+            if distributed.rank() == 0:
+                print("\n  ".join([f"Converted from {requested}:", *made.notes]), flush=True)
+        except ConfigError as error:
+            problem = str(error)
+    reports = distributed.gather_objects((problem, converted))
+    if problems := [message for message, _ in reports if message is not None]:
+        if converted is not None:
+            disk.remove_tree(converted)
+        raise ConfigError(list(dict.fromkeys(problems)))
+    path: Path = reports[writer_group.leader][1]
+    return path
 
 
 def verify_checkpoint(path: Path, writer_group: WriterGroup, communicator: Communicator) -> VerifiedCheckpoint:
