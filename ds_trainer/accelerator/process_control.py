@@ -12,7 +12,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.accelerate_state import matching_state
-from ds_trainer.utils.reported_ranks import for_user_code
+from ds_trainer.utils.ranks import for_user_code
 
 
 class _Replica(NamedTuple):

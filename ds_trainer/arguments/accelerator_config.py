@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.arguments.checks.type_checks import located
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
-from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.errors import ConfigError, Problems, did_you_mean
 from ds_trainer.utils.files import read_user_file, shortened
-from ds_trainer.utils.problems import Problems
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments

@@ -19,9 +19,8 @@ from ds_trainer.arguments.checks.value_checks import argument_problems
 from ds_trainer.arguments.compat.renamed_arguments import older_names, translate, warn_renamed
 from ds_trainer.arguments.completion import fill_in
 from ds_trainer.arguments.overrides import ORIGIN, overrides_for
-from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.errors import ConfigError, Problems, did_you_mean
 from ds_trainer.utils.logging import one_error_per_job
-from ds_trainer.utils.problems import Problems
 from ds_trainer.utils.replaced_transformers import arguments_made
 
 _Self = TypeVar("_Self", bound="CheckedArguments")

@@ -10,22 +10,22 @@ import atexit
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ds_trainer.arguments.deepspeed_plugin import DeepSpeedPlugin
-from ds_trainer.arguments.distributed_state import DistributedState
 from ds_trainer.arguments.enums import NamedValue
+from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.devices import device_of, device_type_of_job
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_user_file
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.ranks import RankInfo, resolve_ranks
-from ds_trainer.utils.reported_ranks import for_user_code
+from ds_trainer.utils.ranks import RankInfo, for_user_code, resolve_ranks
 
 if TYPE_CHECKING:
     import torch
+
 
 logger = get_logger(__name__)
 
@@ -241,3 +241,103 @@ def _leave_group() -> None:
 
     if dist.is_initialized():  # else the engine has destroyed it
         dist.destroy_process_group()
+
+
+class DeepSpeedPlugin:
+    """Counterpart of accelerate's ``DeepSpeedPlugin`` before the configuration is compiled.
+
+    The compiled one is ``trainer.accelerator.state.deepspeed_plugin``.
+
+    Args:
+        args: the training arguments; read at each access.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage, 0 to 3: ``zero_stage``, else that of the DeepSpeed file, else the default.
+
+        Raises:
+            ConfigError: the DeepSpeed file cannot be read.
+        """
+        args = self._args
+        if args.zero_stage is not None:
+            return int(args.zero_stage)
+        given = args.deepspeed
+        if isinstance(given, str | os.PathLike):
+            text = os.fspath(given)
+            if not text.lstrip().startswith("{"):
+                text = read_user_file(text, f"deepspeed={text!r}", "JSON file")
+            root, _ = read_yaml(text, "deepspeed")  # JSON is YAML too
+            given = root.plain()
+        section = given.get("zero_optimization", {}) if isinstance(given, Mapping) else {}
+        stage = section.get("stage", "auto") if isinstance(section, Mapping) else "auto"
+        return int(args.world_size > 1 or bool(args.fp16)) if stage == "auto" else int(stage)
+
+
+class DistributedState:
+    """Counterpart of accelerate's ``PartialState``, known before a process group exists.
+
+    Its type is DEEPSPEED, also for one rank: a model that a library loads by name gets no ``device_map``, since the
+    engine places it. Methods (``wait_for_everyone``, ``split_between_processes`` ...) are those of accelerate's state.
+
+    Args:
+        arguments: the arguments of the run.
+    """
+
+    def __init__(self, arguments: ProcessInfo) -> None:
+        self._arguments = arguments
+
+    @property
+    def distributed_type(self) -> Any:
+        """accelerate's ``DistributedType.DEEPSPEED``."""
+        from accelerate.utils import DistributedType
+
+        return DistributedType.DEEPSPEED
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._arguments.device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks of the job."""
+        return for_user_code(resolve_ranks(os.environ).world_size)
+
+    @property
+    def process_index(self) -> int:
+        """Global rank."""
+        return self._arguments.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank on this machine."""
+        return self._arguments.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return resolve_ranks(os.environ).world_size > 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by copy and pickle, before there are arguments
+            raise AttributeError(name)
+        from ds_trainer.utils.accelerate_state import matching_state
+
+        return getattr(matching_state(self._arguments.device_type), name)
+
+    def __repr__(self) -> str:
+        return f"DistributedState(rank {self.process_index} of {self.num_processes}, DeepSpeed)"

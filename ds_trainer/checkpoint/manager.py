@@ -14,10 +14,9 @@ from typing import Any
 
 from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
-from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, InMemoryFile
+from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, InMemoryFile, load_pickle
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
 from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, SHARDS, Manifest
-from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
@@ -25,7 +24,6 @@ from ds_trainer.checkpoint.selection import verify_checkpoint
 from ds_trainer.checkpoint.shards.engine_files import engine_state_files, restore_engine_state
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan
-from ds_trainer.checkpoint.shards.random_states import rank_with_random_state
 from ds_trainer.checkpoint.weights.adapter_files import adapter_files, adapter_tensors, saves_adapters
 from ds_trainer.checkpoint.weights.base_digest import BaseDigest
 from ds_trainer.checkpoint.weights.checkpoint_size import CheckpointSize, checkpoint_size
@@ -359,3 +357,16 @@ def _sizes(engine: TrainingEngine) -> dict[str, int]:
 
 def _random_file(rank: int) -> str:
     return f"random_state_rank{rank}.pt"
+
+
+def rank_with_random_state(written: ParallelLayout, present: ParallelLayout, rank: int) -> int:
+    """Returns the rank whose random state ``rank`` restores from a checkpoint of the layout ``written``.
+
+    In the same layout, that is ``rank`` itself. In another layout, it is the first rank of the replica with the same
+    index, because the ranks of a replica must have equal random states. Replicas that did not exist use the first
+    replica's.
+    """
+    if written == present:
+        return rank
+    replica = present.coordinates(rank).dp
+    return written.rank_at(dp=replica if replica < written.dp else 0)

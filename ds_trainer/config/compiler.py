@@ -20,11 +20,10 @@ from ds_trainer.arguments.enums import AutocastDtype, OffloadDevice
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
-from ds_trainer.config.communication_sizes import write_communication_sizes
+from ds_trainer.config.communication import write_communication_sizes, write_gradient_dtypes
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.config_builder import ConfigBuilder, flatten
 from ds_trainer.config.environment import Environment
-from ds_trainer.config.gradient_sum_dtypes import write_gradient_dtypes
 from ds_trainer.config.library_optimizer_table import LibraryOptimizer, library_optimizer
 from ds_trainer.config.optimizer_block import write_optimizer
 from ds_trainer.config.rules import Rule, RuleContext, broken_rules
@@ -37,9 +36,8 @@ from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.layouts import layout_problems
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.offload_sizes import PARAM_BUFFERS, param_buffer
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.problems import Problems
 
 logger = get_logger(__name__)
 _TORCH_DTYPES = {AutocastDtype.BF16: "torch.bfloat16", AutocastDtype.FP16: "torch.float16"}

@@ -16,7 +16,7 @@ from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.compiled import CompiledConfig, Origin, short_dtype
 from ds_trainer.config.schema import Schema
 from ds_trainer.config.schema_values import AUTO, converted
-from ds_trainer.utils.problems import Problems
+from ds_trainer.utils.errors import Problems
 
 
 class ConfigBuilder:

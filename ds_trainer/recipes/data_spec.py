@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_trainer.arguments.checks.packing_checks import length_problems
+from ds_trainer.arguments.checks.value_checks import length_problems
 from ds_trainer.samples.sources.spec import FileFormat, SourceSpec
 from ds_trainer.utils.sizes import parse_tokens
 

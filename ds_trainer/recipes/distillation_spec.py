@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_trainer.arguments.checks.distillation_checks import distillation_problems
+from ds_trainer.arguments.checks.value_checks import distillation_problems
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_trainer.arguments.checks.packing_checks import length_problems
+from ds_trainer.arguments.checks.value_checks import length_problems
 from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
 from ds_trainer.arguments.construction import file_problems
 from ds_trainer.arguments.training_arguments import TrainingArguments

@@ -50,9 +50,8 @@ from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.training.train_loop import TrainLoop
 from ds_trainer.utils import distributed
 from ds_trainer.utils.devices import free_memory
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.host_votes import host_votes
-from ds_trainer.utils.problems import Problems
 
 if TYPE_CHECKING:
     from ds_trainer.checkpoint.converters.transformers_reader import RunningModel

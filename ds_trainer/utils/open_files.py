@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 
-from ds_trainer.utils.fresh_store import outlives_ranks
+from ds_trainer.utils.store import outlives_ranks
 
 STORE_CONNECTIONS = 2
 """Connections of each rank to the store: of the process group, and of the threads that watch other ranks."""

@@ -19,7 +19,8 @@ from __future__ import annotations
 import re
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ds_trainer.utils.errors import ConfigError
@@ -312,3 +313,30 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 def _check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> None:
     if rank >= world_size:
         raise ConfigError(f"The environment sets {rank_name}={rank}, which is not below {world_name}={world_size}.")
+
+
+_reported: int | None = None
+_reads = 0
+
+
+def for_user_code(ranks: int) -> int:
+    """``ranks``, or the number that :func:`reporting` has set; counts as a read."""
+    global _reads
+    _reads += 1
+    return ranks if _reported is None else _reported
+
+
+def reads() -> int:
+    """How often the number has been read in this process."""
+    return _reads
+
+
+@contextmanager
+def reporting(ranks: int) -> Iterator[None]:
+    """Report this number inside."""
+    global _reported
+    _reported = ranks
+    try:
+        yield
+    finally:
+        _reported = None

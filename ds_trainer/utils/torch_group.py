@@ -19,10 +19,10 @@ from ds_trainer.utils.collective_limit import set_collective_limit
 from ds_trainer.utils.compiler_caches import local_caches
 from ds_trainer.utils.connections import tracked_connections
 from ds_trainer.utils.devices import check_distinct_devices, device_of, export_rank, nccl_on_one_gpu, ranks_share_gpu
-from ds_trainer.utils.fresh_store import fresh_store, outlives_ranks
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.open_files import open_file_problem, raise_open_file_limit
 from ds_trainer.utils.ranks import RankInfo
+from ds_trainer.utils.store import fresh_store, outlives_ranks
 
 logger = get_logger(__name__)
 

@@ -6,8 +6,7 @@ import pytest
 
 from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.problems import Problems
+from ds_trainer.utils.errors import ConfigError, Problems
 
 
 def test_unknown_names_and_wrong_values_are_one_error() -> None:

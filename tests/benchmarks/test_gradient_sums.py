@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_trainer.config.gradient_sum_dtypes import FLOAT32_SUMS
+from ds_trainer.config.communication import FLOAT32_SUMS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are scripts, not a package
 

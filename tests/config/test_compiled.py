@@ -14,8 +14,7 @@ from ds_trainer.config.compiled import ActivationCheckpointing, Precision, Sched
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.model_shape import ModelShape
-from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.problems import Problems
+from ds_trainer.utils.errors import ConfigError, Problems
 from tests.config.support import compiled
 
 PACKAGE = Path(ds_trainer.__file__).parent

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from ds_trainer.utils import torch_group
-from ds_trainer.utils.fresh_store import agree_on_name, fresh_store, outlives_ranks
 from ds_trainer.utils.ranks import RankInfo, free_port
+from ds_trainer.utils.store import agree_on_name, fresh_store, outlives_ranks
 
 WORLD = 4
 

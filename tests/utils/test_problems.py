@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.problems import Problems
+from ds_trainer.utils.errors import ConfigError, Problems
 
 
 def test_all_problems_in_one_error_in_their_order() -> None:

@@ -19,10 +19,9 @@ from ds_trainer.monitor.health.heartbeat import Limit
 from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.verdict import RankReport
 from ds_trainer.monitor.health.watchdog import Watchdog, WatchdogRules
-from ds_trainer.utils import failures, fresh_store
+from ds_trainer.utils import failures
 from ds_trainer.utils import store as store_module
-from ds_trainer.utils.fresh_store import agree_on_name
-from ds_trainer.utils.store import RankStore, expiry, poll
+from ds_trainer.utils.store import RankStore, agree_on_name, expiry, poll
 
 PACKAGE = Path(__file__).parents[2] / "ds_trainer"
 
@@ -176,7 +175,7 @@ def test_the_load_of_the_store_is_bounded_whatever_the_number_of_ranks(
 ) -> None:
     """All ranks together do at most 2,000 operations a second, except in the first second of a wait."""
     clock = Clock()
-    for module in (store_module, watchdog_module, failures, fresh_store, deviations_module):
+    for module in (store_module, watchdog_module, failures, deviations_module):
         monkeypatch.setattr(module, "time", clock)
     connection = Counted()
     wait(RankStore("a", connection, ranks))

@@ -8,19 +8,18 @@ import os
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.arguments.checks.divergence_checks import divergence_problems
 from ds_trainer.arguments.checks.evaluation_checks import evaluation_problems
-from ds_trainer.arguments.checks.packing_checks import packing_argument_problems
 from ds_trainer.arguments.compat.dict_fields import dict_field_problems
 from ds_trainer.arguments.enums import CHOICES, DebugOption, TokenCount
 from ds_trainer.arguments.parallelism_config import parallelism_config_problems
-from ds_trainer.arguments.redefined import is_redefined
+from ds_trainer.arguments.redefined import is_redefined, packs
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.ranks import resolve_ranks
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.sizes import parse_size, parse_tokens
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
+
 
 _POSITIVE_INTEGER = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
@@ -255,3 +254,74 @@ def _rank_problems(args: TrainingArguments) -> list[str]:
         f"local_rank={args.local_rank}, but the environment (launcher: {info.launcher}) says {info.local_rank}. Leave "
         "local_rank out, or start with `deepspeed`, `torchrun` or `srun`."
     ]
+
+
+def divergence_problems(args: TrainingArguments) -> list[str]:
+    """One sentence for each policy that other arguments rule out."""
+    problems = []
+    for name, active in (("nonfinite_policy", True), ("loss_spike_policy", args.loss_spike_factor is not None)):
+        if not active or str(getattr(args, name)) != "rollback":
+            continue
+        for other, value in (("save_strategy", "no"), ("save_only_model", "True")):
+            if str(getattr(args, other)) == value:
+                problems.append(
+                    f"{name}=rollback returns to a checkpoint, but {other}={value} writes none that a run can resume "
+                    f"from. Choose another {other}, or {name}=skip."
+                )
+    return problems
+
+
+DIVERGENCES = ("forward_kl", "reverse_kl")
+
+
+def distillation_problems(temperature: float, hard_loss_weight: float, divergence: str) -> list[str]:
+    """What cannot work, as one sentence per problem.
+
+    Args:
+        temperature: divides the logits of student and teacher.
+        hard_loss_weight: weight of the cross-entropy with the labels.
+        divergence: name of the divergence.
+    """
+    problems = []
+    if not temperature > 0:
+        problems.append(f"distillation.temperature={temperature} must be above 0.")
+    if not 0 <= hard_loss_weight <= 1:
+        problems.append(f"distillation.hard_loss_weight={hard_loss_weight} must be between 0 and 1.")
+    if divergence not in DIVERGENCES:
+        problems.append(f"distillation.divergence={divergence!r} is not one of {', '.join(DIVERGENCES)}.")
+    return problems
+
+
+def packing_argument_problems(args: TrainingArguments) -> list[str]:
+    """One sentence for each invalid value or combination."""
+    problems = length_problems(args.max_length) if not is_redefined(args, "max_length") else []
+    if not packs(args):
+        if not is_redefined(args, "eval_packing") and args.eval_packing:
+            problems.append("eval_packing=True needs packing=True.")
+        return problems
+    if str(args.train_sampling_strategy) in ("group_by_length", "batch_rebalance"):
+        problems.append(
+            f"train_sampling_strategy={args.train_sampling_strategy} arranges samples by length, but with packing=True "
+            "all rows have the same length. Set it to random or sequential, or set packing=False."
+        )
+    if getattr(args, "sortish_sampler", False):
+        problems.append(
+            "sortish_sampler=True arranges samples by length, but with packing=True all rows have the same length. Set "
+            "one of them to False."
+        )
+    if args.use_cache:
+        problems.append(
+            "packing=True and use_cache=True: with a key-value cache, models do not keep packed samples apart. Set "
+            "use_cache=False."
+        )
+    return problems
+
+
+def length_problems(length: int | str | None) -> list[str]:
+    """What is wrong with a ``max_length``."""
+    try:
+        if length is None or (parse_tokens(length) if isinstance(length, str) else length) > 0:
+            return []
+    except ValueError:
+        pass
+    return [f"max_length={length!r} must be a positive number of tokens, such as 4096, '64K' or '1M', or None."]

@@ -21,9 +21,8 @@ from ds_trainer.checkpoint.background.staging_buffer import StagingBuffer
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile
 from ds_trainer.checkpoint.protocol.shared_files import SharedFiles
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenContent
-from ds_trainer.checkpoint.shards.in_place import InPlaceWrite, write_in_place
 from ds_trainer.checkpoint.shards.model_plan import TensorLocation
-from ds_trainer.checkpoint.shards.shard_content import ShardContent
+from ds_trainer.checkpoint.shards.shard_content import InPlaceWrite, ShardContent, write_in_place
 from ds_trainer.checkpoint.shards.shard_file import ShardFilePlan, plan_shard_file, write_bytes
 from ds_trainer.engine.state.state_shards import StateShard
 from ds_trainer.parallel.shard_slices import ShardSlice

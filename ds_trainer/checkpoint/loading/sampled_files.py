@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ds_trainer.checkpoint.loading.element_tracer import Indices
-from ds_trainer.checkpoint.loading.weight_index import indexed_files
+from ds_trainer.checkpoint.loading.stored_tensors import indexed_files
 from ds_trainer.utils.errors import ConfigError
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -14,8 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, InMemoryFile
-from ds_trainer.checkpoint.protocol.pickles import load_pickle
+from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, InMemoryFile, load_pickle
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenContent, FrozenFiles
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan, TensorLocation
@@ -127,7 +126,7 @@ def restore_engine_state(
         same_layout: whether the checkpoint was written in the engine's layout, world size and ZeRO stage.
         keep: settings that keep their present values (:func:`ds_trainer.engine.state.client_state.write_client_state`).
         names: files of the checkpoint; default: all that exist.
-        trusted: whether pickles may hold more than plain values (:mod:`ds_trainer.checkpoint.protocol.pickles`).
+        trusted: whether pickles may hold more than plain values (:func:`load_pickle`).
         states: False skips optimizer states and settings, for another optimizer.
         writer_group: the ranks that see the same ``directory``; default: all.
         excluded: names of frozen parameters that the checkpoint does not hold.

@@ -22,8 +22,7 @@ from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
 from ds_trainer.checkpoint.shards.element_types import TYPES, type_of
 from ds_trainer.checkpoint.weights.adapter_files import adapter_tensors, saves_adapters
 from ds_trainer.checkpoint.weights.saved_names import sections_of
-from ds_trainer.checkpoint.weights.sections import Section
-from ds_trainer.checkpoint.weights.weight_files import WeightSpec
+from ds_trainer.checkpoint.weights.weight_files import Section, WeightSpec
 from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.weights import full_shape, saved_tensors
 from ds_trainer.utils.errors import ConfigError

@@ -18,10 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.weights.sections import Section
 from ds_trainer.checkpoint.weights.strided_views import StridedView, coalesced, contiguous_strides
 from ds_trainer.checkpoint.weights.symbolic_tensor import NotSymbolicError, SymbolicTensor
-from ds_trainer.checkpoint.weights.weight_files import WeightSpec
+from ds_trainer.checkpoint.weights.weight_files import Section, WeightSpec
 
 _cache: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, WeightSpec], list[Section]]] = WeakKeyDictionary()
 

@@ -9,14 +9,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ds_trainer.config.compiled import WatchedConfig
-from ds_trainer.config.rules.library_optimizer_rules import LIBRARY_OPTIMIZERS
-from ds_trainer.config.rules.offload_engine_rules import OFFLOAD_ENGINES
-from ds_trainer.config.rules.optimizer_rules import OPTIMIZERS
+from ds_trainer.config.rules.optimizer_rules import LIBRARY_OPTIMIZERS, OPTIMIZERS
 from ds_trainer.config.rules.precision_rules import PRECISION
 from ds_trainer.config.rules.rule_context import Rule, RuleContext
-from ds_trainer.config.rules.tensor_parallel_rules import TENSOR
 from ds_trainer.config.rules.trainer_rules import TRAINER
-from ds_trainer.config.rules.zero_rules import ZERO
+from ds_trainer.config.rules.zero_rules import OFFLOAD_ENGINES, TENSOR, ZERO
 
 __all__ = ["RULES", "Rule", "RuleContext", "broken_rules"]
 

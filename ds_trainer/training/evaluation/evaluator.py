@@ -28,7 +28,7 @@ from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.stopping.stop_controller import EvaluationAborted
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.reported_ranks import reporting
+from ds_trainer.utils.ranks import reporting
 
 if TYPE_CHECKING:
     from ds_trainer.training.assembly import Assembly

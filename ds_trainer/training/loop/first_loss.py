@@ -19,7 +19,7 @@ from ds_trainer.training.loop.loss_measurement import measured_weighting, two_sa
 from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.utils import distributed
 from ds_trainer.utils.plain_attributes import owner_of, plain_attributes_restored
-from ds_trainer.utils.reported_ranks import reads, reporting
+from ds_trainer.utils.ranks import reads, reporting
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
 

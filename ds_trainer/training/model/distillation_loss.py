@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
-from ds_trainer.arguments.checks.distillation_checks import distillation_problems
+from ds_trainer.arguments.checks.value_checks import distillation_problems
 from ds_trainer.parallel.deferred_logits import DeferredLogits
 
 Divergence = Literal["forward_kl", "reverse_kl"]

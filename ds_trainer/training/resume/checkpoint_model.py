@@ -10,7 +10,7 @@ import torch
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan
 from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
-from ds_trainer.checkpoint.weights.model_file_planning import NoModelFiles, plan_model_files
+from ds_trainer.checkpoint.weights.model_saving import NoModelFiles, plan_model_files
 from ds_trainer.engine.state.buffers import Shapes, buffer_shapes
 from ds_trainer.optim.weight_swapping import swaps_weights
 from ds_trainer.utils import distributed

@@ -16,9 +16,8 @@ from typing import Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import STATE_FILE, TrainerState
-from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
+from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile, load_pickle
 from ds_trainer.checkpoint.protocol.manifest import Manifest
-from ds_trainer.checkpoint.protocol.pickles import load_pickle
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.stream import StreamLoader
 from ds_trainer.data.stream_shards import StreamOrder

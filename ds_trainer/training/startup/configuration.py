@@ -35,9 +35,8 @@ from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.loop.source_losses import check_sources
 from ds_trainer.training.model.preparation import check_model
 from ds_trainer.training.signatures import accepted_arguments
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.problems import Problems
 
 if TYPE_CHECKING:
     from ds_trainer.training.model.label_smoothing import LabelSmoother

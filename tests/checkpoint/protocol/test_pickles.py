@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_trainer.checkpoint.protocol.pickles import load_pickle
+from ds_trainer.checkpoint.protocol.checkpoint_file import load_pickle
 from ds_trainer.utils.errors import ConfigError
 
 

@@ -20,11 +20,11 @@ from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
 from ds_trainer.checkpoint.protocol.file_records import checksum
 from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
-from ds_trainer.checkpoint.shards import in_place
+from ds_trainer.checkpoint.shards import shard_content
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan, TensorLocation
 from ds_trainer.checkpoint.shards.shard_content import ShardContent
 from ds_trainer.checkpoint.shards.shard_source import ShardSource
-from ds_trainer.checkpoint.weights.model_file_planning import NoModelFiles, plan_model_files
+from ds_trainer.checkpoint.weights.model_saving import NoModelFiles, plan_model_files
 from ds_trainer.engine.state.state_shards import MASTER, StateShard
 from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from tests.support.checkpoints import METADATA, on_ranks
@@ -98,8 +98,8 @@ def written(
 def test_shards_of_any_layout_are_written_in_place(
     dtype: torch.dtype, copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_place, "_CHUNK", 16)  # elements: takes all code paths
-    monkeypatch.setattr(in_place, "_LONG_ROW", 12 * dtype.itemsize)
+    monkeypatch.setattr(shard_content, "_CHUNK", 16)  # elements: takes all code paths
+    monkeypatch.setattr(shard_content, "_LONG_ROW", 12 * dtype.itemsize)
     choose = random.Random(0)
     for _ in range(20):
         tp, dp = choose.choice([(1, 1), (1, 3), (2, 1), (2, 2), (4, 2)])

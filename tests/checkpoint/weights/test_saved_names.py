@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.core_model_loading import Chunk, Interleave, Transpose, WeightConverter, WeightRenaming
 
-from ds_trainer.checkpoint.weights.model_file_planning import plan_model_files
-from ds_trainer.checkpoint.weights.model_saving import save_weights
+from ds_trainer.checkpoint.weights.model_saving import plan_model_files, save_weights
 from ds_trainer.engine.state.buffers import persistent_buffers
 from tests.checkpoint.loading.tiny_models import KINDS, make
 

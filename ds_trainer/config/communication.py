@@ -1,6 +1,6 @@
-"""The dtypes in which gradients are summed: over ranks (``communication_data_type``) and over micro-batches
-(``data_types.grad_accum_dtype``).
+"""Communication in the compiled configuration: dtypes of gradient sums, and sizes of ZeRO's messages.
 
+Gradients are summed over ranks (``communication_data_type``) and over micro-batches (``data_types.grad_accum_dtype``).
 By default DeepSpeed sums in the dtype of the weights. A ring adds one rank after the other, and accumulation one
 micro-batch after the other: a term below half a unit in the last place of the partial sum is lost. bf16 has 8
 significant bits, fp16 has 11. ``benchmarks/gradient_sums.py`` simulates this; up to the limits below the error stays
@@ -15,7 +15,10 @@ from ds_trainer.arguments.enums import GradientDtype
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.config_builder import ConfigBuilder
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.planner.bucket_sizes import BucketSize, Network, prefetch_bucket, reduce_bucket
 from ds_trainer.planner.candidate import FLOAT32_SUMS
+from ds_trainer.planner.cluster import Cluster
+from ds_trainer.planner.model_shape import ModelShape
 
 _ZERO = "zero_optimization"
 _ACCUMULATE = "data_types.grad_accum_dtype"
@@ -70,3 +73,51 @@ def _can_accumulate_in_float32(builder: ConfigBuilder, model: str, layout: Paral
         return True
     muon_with_tp = optimizer == "muon" and layout.tp > 1
     return not muon_with_tp and builder.requested(f"{_ZERO}.compute_grad_norm") is not False
+
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def write_communication_sizes(
+    builder: ConfigBuilder, stage: int, layout: ParallelLayout, shape: ModelShape, cluster: Cluster | None
+) -> None:
+    """Choose buckets, prefetch, the persistence threshold and the overlap, where the user's file does not.
+
+    Args:
+        builder: has the precision.
+        stage: of ZeRO, 1 to 3.
+        layout: the parallel layout.
+        shape: of the model.
+        cluster: the machines; None if they are not known: sizes then follow from the width alone.
+    """
+    width, network = shape.hidden_size, Network.of(cluster, layout.tp)
+    size = _BYTES[builder.config.precision.dtype]
+    trained, total = (None if count is None else count // layout.tp for count in (shape.trainable, shape.total))
+    bucket = reduce_bucket(width, size, stage, trained, network, shape.source)
+    if bucket is not None:
+        _write(builder, "reduce_bucket_size", bucket)
+        if stage < 3:
+            _write(builder, "allgather_bucket_size", bucket)
+    if network is not None:
+        _write_overlap(builder, stage, size)
+    on_nvme = builder.config.get(f"{_ZERO}.offload_param.device") == "nvme"  # the compiler turns prefetch off
+    prefetch = prefetch_bucket(width, size, total, network, shape.source) if stage == 3 and not on_nvme else None
+    if prefetch is not None and (width is not None or network is not None):
+        _write(builder, "stage3_prefetch_bucket_size", prefetch)
+    if stage == 3 and width is not None:
+        why = f"10 x hidden size ({shape.source}): vectors are not sharded, matrices are"
+        builder.derive(f"{_ZERO}.stage3_param_persistence_threshold", 10 * width, why)
+
+
+def _write(builder: ConfigBuilder, key: str, size: BucketSize) -> None:
+    builder.derive(f"{_ZERO}.{key}", size.elements, size.reason)
+
+
+def _write_overlap(builder: ConfigBuilder, stage: int, element_bytes: int) -> None:
+    """ZeRO 1 and 2 with overlap need a second bucket, and lose gradients of ZeRO 1 (docs/explanation/planner.md)."""
+    if stage == 3:
+        builder.derive(f"{_ZERO}.overlap_comm", True, "gathers and reductions run beside the passes")
+        return
+    bucket = builder.config.get(f"{_ZERO}.reduce_bucket_size", 0)
+    why = f"a second bucket ({bucket * element_bytes / 1e6:.0f} MB), and not verified on GPUs for ZeRO 1 and 2"
+    builder.derive(f"{_ZERO}.overlap_comm", False, why)
