@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import path_problem, shortened
@@ -49,6 +50,30 @@ def _dtype(text: str) -> str:
     if name not in _TYPES.values():
         raise argparse.ArgumentTypeError(f"{text!r} is no type of weights; the types are {', '.join(_TYPES)}")
     return name
+
+
+class Action(NamedTuple):
+    """A subcommand of a subcommand (``checkpoint export``): its help text, its arguments, and its function."""
+
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[..., Any]
+
+
+def add_actions(
+    parser: argparse.ArgumentParser, args: Sequence[str], command: str, actions: Mapping[str, Action]
+) -> Iterator[tuple[argparse.ArgumentParser, Action]]:
+    """Add the actions of ``command`` to its ``parser``; yields the parser of each, without arguments.
+
+    Raises:
+        ConfigError: the first of ``args`` is not an action.
+    """
+    first = next((arg for arg in args if not arg.startswith("-")), None)
+    if first is not None and first not in actions:
+        raise unknown_choice("action", first, actions, command)
+    subparsers = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, action in actions.items():
+        yield subparsers.add_parser(name, help=action.help, description=action.help, allow_abbrev=False), action
 
 
 def without_local_rank(args: Sequence[str]) -> list[str]:

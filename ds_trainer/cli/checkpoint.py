@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ds_trainer.cli import checkpoint_convert, checkpoint_merge
-from ds_trainer.cli.argv import add_dtype, unknown_choice
+from ds_trainer.cli.argv import Action, add_actions, add_dtype
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.sizes import parse_size
+
+if TYPE_CHECKING:
+    from ds_trainer.checkpoint.export.checkpoint_export import ExportResult
 
 HELP = "inspect, verify, export, convert or merge checkpoints"
 DESCRIPTION = """Inspect checkpoints, verify the checksums of their files, export the model, convert
 other formats, or merge adapters.
 Needs neither a GPU nor the parallel layout that wrote the checkpoint."""
 
+_NATIVE, _UNIVERSAL = "ds_trainer", "universal"
 _PATH = "a checkpoint-N directory, or the output directory that contains them"
-
-
-class Action(NamedTuple):
-    """A subcommand of ``ds-trainer checkpoint``: its help text, its arguments, and its function."""
-
-    help: str
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
 
 
 def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
@@ -35,12 +30,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     Raises:
         ConfigError: the first of ``args`` is not an action.
     """
-    first = next((arg for arg in args if not arg.startswith("-")), None)
-    if first is not None and first not in ACTIONS:
-        raise unknown_choice("action", first, ACTIONS, "checkpoint")
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, action in ACTIONS.items():
-        subparser = actions.add_parser(name, help=action.help, description=action.help, allow_abbrev=False)
+    for subparser, action in add_actions(parser, args, "checkpoint", ACTIONS):
         action.configure(subparser)
 
 
@@ -52,21 +42,76 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     return 0
 
 
+def _expanded(text: str) -> Path:
+    return Path(os.path.expanduser(text))
+
+
 def _path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", type=lambda text: Path(os.path.expanduser(text)), help=_PATH)
+    parser.add_argument("path", metavar="PATH", type=_expanded, help=_PATH)
+
+
+def _add_output(parser: argparse.ArgumentParser, dtype: str) -> None:
+    parser.add_argument(
+        "--to", metavar="DIR", type=_expanded, required=True, help="directory for the model; must not exist"
+    )
+    add_dtype(parser, dtype)
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a weights file; default: 5GB"
+    )
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _path(parser)
-    parser.add_argument("--to", metavar="DIR", required=True, help="directory for the model; must not exist")
-    add_dtype(parser, "that in which the model was computed")
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a weights file; default: 5GB"
-    )
+    _add_output(parser, "that in which the model was computed")
     parser.add_argument("--merge-lora", action="store_true", help="merge the adapters into the weights")
     parser.add_argument(
-        "--model", metavar="DIR", help="directory with the model's config.json, for a converted checkpoint"
+        "--model",
+        metavar="DIR",
+        type=_expanded,
+        help="directory with the model's config.json, for a converted checkpoint",
     )
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="SRC", type=_expanded, help="the checkpoint to convert")
+    parser.add_argument(
+        "--to",
+        metavar="DIR",
+        type=_expanded,
+        required=True,
+        help="directory in which checkpoint-N or global_stepN is created",
+    )
+    parser.add_argument(
+        "--format", choices=(_NATIVE, _UNIVERSAL), default=_NATIVE, help=f"output format; default: {_NATIVE}"
+    )
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="load files that contain objects other than tensors and DeepSpeed's classes; they may run any code",
+    )
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="directory or Hub name of adapters, or the output directory of a run"
+    )
+    parser.add_argument(
+        "--base", metavar="DIR", help="directory of the base model, if it is not where the adapters say"
+    )
+    _add_output(parser, "that of the base")
+
+
+def _shard_bytes(options: argparse.Namespace) -> int:
+    try:
+        return parse_size(options.max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size: {error}.") from None
+
+
+def _dtype(options: argparse.Namespace) -> Any:
+    import torch
+
+    return None if options.dtype is None else getattr(torch, options.dtype)
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -88,34 +133,53 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    import torch
-
     from ds_trainer.checkpoint.export.checkpoint_export import export_checkpoint
-    from ds_trainer.checkpoint.export.inspection import checkpoint_problems, human_bytes, newest_checkpoint
+    from ds_trainer.checkpoint.export.inspection import checkpoint_problems, newest_checkpoint
 
-    try:
-        shard = parse_size(options.max_shard_size)
-    except ValueError as error:
-        raise ConfigError(f"--max-shard-size: {error}.") from None
+    shard = _shard_bytes(options)
     checkpoint = newest_checkpoint(options.path)
     if problems := checkpoint_problems(checkpoint):
         raise ConfigError([f"{checkpoint}: {problem}" for problem in problems])
-    exported = export_checkpoint(
-        checkpoint,
-        Path(os.path.expanduser(options.to)),
-        shard,
-        None if options.dtype is None else getattr(torch, options.dtype),
-        options.merge_lora,
-        None if options.model is None else Path(os.path.expanduser(options.model)),
-    )
-    total = human_bytes(sum(exported.files.values()))
-    print(f"{checkpoint} -> {exported.directory}: {len(exported.files)} files, {total}")
+    exported = export_checkpoint(checkpoint, options.to, shard, _dtype(options), options.merge_lora, options.model)
+    _print_files(str(checkpoint), exported)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from ds_trainer.checkpoint.converters.checkpoint_import import export_universal, import_checkpoint
+
+    if options.format == _UNIVERSAL:
+        print(f"{options.path} -> {export_universal(options.path, options.to)}")
+        return
+    final, converted = import_checkpoint(options.path, options.to, options.trust_checkpoint)
+    print("\n  ".join([f"{options.path} -> {final}", *converted.notes]))
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from ds_trainer.recipes.adapter_merging import merge_adapters
+    from ds_trainer.recipes.saved_model import find_saved_model
+
+    shard = _shard_bytes(options)
+    saved = find_saved_model(options.path, options.base)
+    _print_files(f"{saved.directory} + {saved.base}", merge_adapters(saved, options.to, shard, _dtype(options)))
+
+
+def _print_files(source: str, written: ExportResult) -> None:
+    from ds_trainer.checkpoint.export.inspection import human_bytes
+
+    total = human_bytes(sum(written.files.values()))
+    print(f"{source} -> {written.directory}: {len(written.files)} files, {total}")
 
 
 ACTIONS = {
     "inspect": Action("describe a checkpoint (the newest one in a directory)", _path, _inspect),
     "verify": Action("verify the checksums of a checkpoint (of all in a directory)", _path, _verify),
     "export": Action("export the model to a directory that from_pretrained can load", _export_arguments, _export),
-    "convert": Action(checkpoint_convert.HELP, checkpoint_convert.configure, checkpoint_convert.run),
-    "merge": Action(checkpoint_merge.HELP, checkpoint_merge.configure, checkpoint_merge.run),
+    "convert": Action(
+        "convert checkpoints of DeepSpeed and transformers to ds_trainer's format, or to DeepSpeed's universal format",
+        _convert_arguments,
+        _convert,
+    ),
+    "merge": Action(
+        "merge saved adapters into their base model: a directory that loads without PEFT", _merge_arguments, _merge
+    ),
 }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from ds_trainer.cli.argv import unknown_choice
+from ds_trainer.cli.argv import Action, add_actions
 from ds_trainer.recipes.recipe import Recipe, load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
@@ -17,26 +16,13 @@ DESCRIPTION = """Show what a recipe trains on, or tokenize it before a run.
 Any value of the recipe can be overridden, as in `ds-trainer train`."""
 
 
-class Action(NamedTuple):
-    """A subcommand of ``ds-trainer data``: its help text, its arguments, and its function."""
-
-    help: str
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Recipe], int]
-
-
 def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     """Add the actions and their arguments.
 
     Raises:
         ConfigError: the first of ``args`` is not an action.
     """
-    first = next((arg for arg in args if not arg.startswith("-")), None)
-    if first is not None and first not in ACTIONS:
-        raise unknown_choice("action", first, ACTIONS, "data")
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, action in ACTIONS.items():
-        subparser = actions.add_parser(name, help=action.help, description=action.help, allow_abbrev=False)
+    for subparser, action in add_actions(parser, args, "data", ACTIONS):
         subparser.add_argument("recipe", metavar="RECIPE", help="YAML file; see ds_configs/recipes")
         action.configure(subparser)
 
