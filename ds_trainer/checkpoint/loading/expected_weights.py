@@ -1,8 +1,9 @@
 """The value that each element of a model should have according to the files that it was loaded from.
 
 Names are converted by transformers' tables and tensors by transformers' operations. Only the requested elements are
-traced back to the files (:mod:`~ds_trainer.checkpoint.loading.element_tracer`). This module shares no code with the
-loading of weights, so that it can verify it.
+traced back to the files (:meth:`~ds_trainer.checkpoint.weights.element_tracer.ElementTracer.trace`). To verify the
+loading of weights, it maps names, follows elements and reads files by code of its own. Shared with loading is only the
+record of the operations that transformers ran.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.loading.element_tracer import ElementTracer, Indices, UntraceableOperation
 from ds_trainer.checkpoint.loading.sampled_files import SampledFiles
+from ds_trainer.checkpoint.weights.element_tracer import ElementTracer, Indices, UntraceableOperation
 
 
 @dataclass

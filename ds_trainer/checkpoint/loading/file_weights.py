@@ -13,9 +13,9 @@ from torch import nn
 from ds_trainer.checkpoint.loading.name_mapping import NameMapping, WeightConversion, map_names
 from ds_trainer.checkpoint.loading.range_reader import BUFFER_BYTES, RangeReader, check_conversion
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
+from ds_trainer.checkpoint.weights.element_tracer import TracedTensor
 from ds_trainer.checkpoint.weights.saved_names import is_pretrained_model
 from ds_trainer.checkpoint.weights.strided_views import StridedView, boxes_of
-from ds_trainer.checkpoint.weights.symbolic_tensor import SymbolicTensor
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -139,7 +139,7 @@ class FileWeights:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         tensor = self._tensors[name]
-        return tensor.shapes[name] if isinstance(tensor, WeightConversion) else tuple(tensor.shape)
+        return tensor.shapes[name] if isinstance(tensor, WeightConversion) else tensor.shape
 
     def _fill(self, name: str, shard_slice: ShardSlice, target: torch.Tensor) -> None:
         tensor = self._tensors[name]
@@ -163,7 +163,7 @@ class FileWeights:
     def _read_whole(self, key: str) -> torch.Tensor:
         stored = self._stored[key]
         whole = torch.empty(stored.numel, dtype=stored.dtype)
-        tensor = SymbolicTensor.of(key, stored.shape, stored.strides)
+        tensor = TracedTensor.of(key, stored.shape, stored.strides)
         self._reader.read(_stored_ranges(tensor, ShardSlice.whole(stored.shape), self._stored), whole)
         return whole.view(stored.shape)
 
@@ -195,7 +195,7 @@ class FileWeights:
 
 
 def _stored_ranges(
-    tensor: SymbolicTensor, shard_slice: ShardSlice, stored: Mapping[str, StoredTensor]
+    tensor: TracedTensor, shard_slice: ShardSlice, stored: Mapping[str, StoredTensor]
 ) -> list[tuple[StoredTensor, StridedView, StridedView]]:
     """Returns the elements of stored tensors that make up a slice, in file order."""
     ranges = []

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.loading.element_tracer import Indices
+from ds_trainer.checkpoint.weights.element_tracer import Indices
 from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.state.flat_partitions import FlatPartition, flat_partitions, parameter_slice, zero_shard_slice
 from ds_trainer.engine.weights import full_shape, without_adapters

@@ -1,13 +1,14 @@
 """Maps each parameter to the tensors in the files that it consists of, by transformers' names and conversions.
 
-The functions of transformers run on symbolic tensors, which have file locations and no elements. A conversion that does
-more than move elements is recorded and runs on real tensors when the parameter is read.
+The functions of transformers run on meta tensors, whose parts are traced to their locations in files. A conversion that
+does more than move elements is recorded and runs on real tensors when the parameter is read.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor
+from ds_trainer.checkpoint.weights.element_tracer import ElementTracer, TracedTensor, UntraceableOperation
 from ds_trainer.checkpoint.weights.saved_names import is_pretrained_model
-from ds_trainer.checkpoint.weights.symbolic_tensor import NotSymbolicError, SymbolicTensor
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.utils.errors import ConfigError
 
@@ -81,12 +82,12 @@ class NameMapping:
         unexpected: keys in the files that match no tensor of the model, with their names after renaming.
     """
 
-    tensors: dict[str, SymbolicTensor | WeightConversion]
+    tensors: dict[str, TracedTensor | WeightConversion]
     unexpected: dict[str, str]
 
 
 def map_names(
-    model: nn.Module, stored: Mapping[str, StoredTensor], key_mapping: Mapping[str, str] | None, symbolic: bool = True
+    model: nn.Module, stored: Mapping[str, StoredTensor], key_mapping: Mapping[str, str] | None, traced: bool = True
 ) -> NameMapping:
     """Find the stored tensors that each tensor of ``model`` consists of.
 
@@ -94,28 +95,27 @@ def map_names(
         model: a model on any device; only names and shapes are used.
         stored: tensors in the files.
         key_mapping: patterns of keys in the files and their replacements, as in ``from_pretrained``; or None.
-        symbolic: if False, compute every conversion from whole tensors.
+        traced: if False, compute every conversion from whole tensors.
 
     Raises:
         ConfigError: a conversion of transformers fails on these files.
     """
+    tensors: dict[str, TracedTensor | WeightConversion]
     if not is_pretrained_model(model):
         if key_mapping:
             raise ConfigError(f"key_mapping requires a transformers model, not a {type(model).__name__}. Remove it.")
         names = model.state_dict().keys()
-        tensors: dict[str, SymbolicTensor | WeightConversion] = {
-            key: _of(stored, key) for key in stored if key in names
-        }
+        tensors = {key: _of(stored, key) for key in stored if key in names}
         return NameMapping(tensors, {key: key for key in stored if key not in names})
     renamed, conversions, unexpected = _classify_keys(model, stored, key_mapping)
-    found: dict[str, SymbolicTensor | WeightConversion] = {name: _of(stored, key) for name, key in renamed.items()}
+    tensors = {name: _of(stored, key) for name, key in renamed.items()}
     for conversion in conversions:
-        found.update(_convert_group(conversion, stored, symbolic))
-    return NameMapping(found, unexpected)
+        tensors.update(_convert_group(conversion, stored, traced))
+    return NameMapping(tensors, unexpected)
 
 
-def _of(stored: Mapping[str, StoredTensor], key: str) -> SymbolicTensor:
-    return SymbolicTensor.of(key, stored[key].shape, stored[key].strides)
+def _of(stored: Mapping[str, StoredTensor], key: str) -> TracedTensor:
+    return TracedTensor.of(key, stored[key].shape, stored[key].strides)
 
 
 def _classify_keys(
@@ -152,15 +152,20 @@ def _classify_keys(
 
 
 def _convert_group(
-    group: WeightConversion, stored: Mapping[str, StoredTensor], symbolic: bool
-) -> dict[str, SymbolicTensor | WeightConversion]:
-    if symbolic:
-        try:
-            return group.compute(lambda key: _of(stored, key))
-        except (NotSymbolicError, AttributeError):
-            pass  # it computes, or accesses more than a shape
+    group: WeightConversion, stored: Mapping[str, StoredTensor], traced: bool
+) -> dict[str, TracedTensor | WeightConversion]:
+    tracer = ElementTracer()
+
+    def source(key: str) -> torch.Tensor:
+        return tracer.source(key, stored[key].shape, stored[key].dtype, stored[key].strides)
+
     try:
-        values = group.compute(lambda key: torch.empty(stored[key].shape, dtype=stored[key].dtype, device="meta"))
+        if traced:
+            with suppress(UntraceableOperation):  # it computes
+                with tracer:
+                    moved = group.compute(source)
+                return {name: tracer.boxes(value) for name, value in moved.items()}
+        values = group.compute(source)
     except Exception as error:
         keys = [key for group_keys in group.sources.values() for key in group_keys]
         named = ", ".join(keys[:4]) + (" ..." if len(keys) > 4 else "")

@@ -12,8 +12,8 @@ from zipfile import is_zipfile
 import numpy as np
 import torch
 
-from ds_trainer.checkpoint.loading.element_tracer import Indices
 from ds_trainer.checkpoint.loading.stored_tensors import indexed_files
+from ds_trainer.checkpoint.weights.element_tracer import Indices
 from ds_trainer.utils.errors import ConfigError
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

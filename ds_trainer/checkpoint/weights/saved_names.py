@@ -9,6 +9,7 @@ any other conversion (such as a transpose) are written as they are in the model.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ds_trainer.checkpoint.weights.element_tracer import ElementTracer, TracedTensor
 from ds_trainer.checkpoint.weights.strided_views import StridedView, coalesced, contiguous_strides
-from ds_trainer.checkpoint.weights.symbolic_tensor import NotSymbolicError, SymbolicTensor
 from ds_trainer.checkpoint.weights.weight_files import Section, WeightSpec
 
 _cache: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, WeightSpec], list[Section]]] = WeakKeyDictionary()
@@ -46,9 +47,8 @@ def sections_of(model: nn.Module, weights: Sequence[WeightSpec]) -> list[Section
     by_name = {weight.name: weight for weight in weights}
     conversions = getattr(model, "_weight_conversions", None)
     cached = _cache.get(model)
-    if (
-        cached is None or cached[0] is not conversions or cached[1] != by_name
-    ):  # cached: takes a second for 30,000 experts
+    # It takes a second for 30,000 experts.
+    if cached is None or cached[0] is not conversions or cached[1] != by_name:
         _cache[model] = cached = (conversions, by_name, _sections(model, by_name))
     return cached[2]
 
@@ -58,7 +58,7 @@ def _sections(model: Any, weights: Mapping[str, WeightSpec]) -> list[Section]:
     for group in _groups(model, weights):
         try:
             found += group.sections(model)
-        except (NotSymbolicError, _NoRunsError, AttributeError, KeyError):  # it computes, or accesses more than shapes
+        except Exception:  # it computes, accesses more than shapes, or has no runs: the names of the model are used
             found += [Section.of(weight) for weight in group.tensors]
     count = Counter(entry.name for section in found for entry in section.entries)
     unique = []
@@ -96,20 +96,21 @@ class _Group(NamedTuple):
         """Returns the sections of the file that contain the group.
 
         Raises:
-            NotSymbolicError, _NoRunsError, AttributeError, KeyError: the conversion does more than move runs.
+            Exception: the conversion does more than move runs.
         """
         if self.converter is None:
             (weight,) = self.tensors
             return [Section((weight,), (weight._replace(name=self.name),))]
-        converter = copy.deepcopy(self.converter)
+        converter, tracer = copy.deepcopy(self.converter), ElementTracer()
         by_name = {weight.name: weight for weight in self.tensors}
         for pattern, weight in zip(self.patterns, self.tensors, strict=True):
-            symbol = SymbolicTensor.of(weight.name, weight.shape, contiguous_strides(weight.shape))
-            converter.add_tensor(self.name, weight.name, pattern, symbol)
-        converted = converter.convert(self.name, model=_Shapes(model.config, by_name), config=model.config)
-        entries: dict[str, SymbolicTensor] = {}
+            source = tracer.source(weight.name, weight.shape, weight.dtype)
+            converter.add_tensor(self.name, weight.name, pattern, source)
+        with tracer:
+            converted = converter.convert(self.name, model=_Shapes(model.config, by_name), config=model.config)
+        entries: dict[str, TracedTensor] = {}
         for name, value in converted.items():
-            entries[_renamed(name, self.renamings)] = value[0] if isinstance(value, list) else value
+            entries[_renamed(name, self.renamings)] = tracer.boxes(value[0] if isinstance(value, list) else value)
         if len({weight.dtype for weight in self.tensors}) > 1:
             raise _NoRunsError("several dtypes")
         return list(_aligned_sections(by_name, entries))
@@ -177,7 +178,7 @@ class _Run(NamedTuple):
     length: int
 
 
-def _aligned_sections(tensors: Mapping[str, WeightSpec], entries: Mapping[str, SymbolicTensor]) -> Iterator[Section]:
+def _aligned_sections(tensors: Mapping[str, WeightSpec], entries: Mapping[str, TracedTensor]) -> Iterator[Section]:
     """Order tensors and entries so that their concatenations are equal element by element.
 
     Raises:
@@ -186,7 +187,7 @@ def _aligned_sections(tensors: Mapping[str, WeightSpec], entries: Mapping[str, S
     runs = [run for name, entry in entries.items() for run in _runs(name, entry)]
     of_tensors = {(run.tensor, run.tensor_start): run for run in runs}
     of_entries = {(run.entry, run.entry_start): run for run in runs}
-    sizes = {name: entry.shape.numel() for name, entry in entries.items()}
+    sizes = {name: math.prod(entry.shape) for name, entry in entries.items()}
     if not len(runs) == len(of_tensors) == len(of_entries):
         raise _NoRunsError("elements that occur several times")
     visited = 0
@@ -213,13 +214,13 @@ def _aligned_sections(tensors: Mapping[str, WeightSpec], entries: Mapping[str, S
         dtype = tensors[first.tensor].dtype
         yield Section(
             tuple(tensors[name] for name in names),
-            tuple(WeightSpec(name, tuple(entries[name].shape), dtype) for name in listed),
+            tuple(WeightSpec(name, entries[name].shape, dtype) for name in listed),
         )
     if visited != len(runs):
         raise _NoRunsError("runs that do not start a tensor")
 
 
-def _runs(name: str, entry: SymbolicTensor) -> Iterator[_Run]:
+def _runs(name: str, entry: TracedTensor) -> Iterator[_Run]:
     strides = contiguous_strides(entry.shape)
     for source, (origin, view) in entry.parts:
         start = sum(first * stride for first, stride in zip(origin, strides, strict=True))

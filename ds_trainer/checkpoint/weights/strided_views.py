@@ -35,17 +35,6 @@ class StridedView(NamedTuple):
         """Distance from the first to the last element, inclusive."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
-    def unsqueeze(self, dim: int) -> StridedView:
-        """Returns the view with an additional dimension of size 1."""
-        shape = (*self.shape[:dim], 1, *self.shape[dim:])
-        return StridedView(shape, (*self.strides[:dim], 0, *self.strides[dim:]), self.offset)
-
-    def squeeze(self, dim: int) -> StridedView:
-        """Returns the view without a dimension of size 1."""
-        return StridedView(
-            (*self.shape[:dim], *self.shape[dim + 1 :]), (*self.strides[:dim], *self.strides[dim + 1 :]), self.offset
-        )
-
     def permute(self, order: Sequence[int]) -> StridedView:
         """Returns the view with its dimensions reordered."""
         return StridedView(tuple(self.shape[i] for i in order), tuple(self.strides[i] for i in order), self.offset)

@@ -62,14 +62,14 @@ def write_fused(directory: Path) -> None:
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def opened(directory: Path, model: Any, symbolic: bool) -> FileWeights:
+def opened(directory: Path, model: Any, traced: bool) -> FileWeights:
     stored = stored_tensors(directory)
     reader = RangeReader(SMALLEST)
-    return FileWeights(directory, model, stored, map_names(model, stored, None, symbolic), reader)
+    return FileWeights(directory, model, stored, map_names(model, stored, None, traced), reader)
 
 
 class Case:
-    """A directory read symbolically, the same one read by computing every conversion whole, and the right weights."""
+    """A directory read by parts, the same one read by computing every conversion whole, and the right weights."""
 
     def __init__(self, directory: Path, model_class: Any, config: Any) -> None:
         self.state = model_class.from_pretrained(directory).state_dict()

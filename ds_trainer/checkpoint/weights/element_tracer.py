@@ -1,20 +1,23 @@
-"""Traces each element of a converted tensor back to its source tensor.
+"""Traces converted tensors back to their source tensors: boxes of them (``boxes``), or single elements (``trace``).
 
 transformers converts checkpoint tensors to model tensors with operations that move elements without changing them:
 stack, concatenate, split, transpose, permute. On meta tensors these operations cost nothing, and their views and copies
-can be followed. An element of the result is thus traced to its source without reading any other element.
+can be followed. A part of the result is thus traced to its sources without reading anything else.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_trainer.checkpoint.weights.strided_views import Box, StridedView, contiguous_strides
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -51,6 +54,25 @@ class TracedElements(NamedTuple):
     indices: Indices
 
 
+class Part(NamedTuple):
+    """A box of a traced tensor; its view indexes the elements of ``source``, starting at the source's first one."""
+
+    source: str
+    box: Box
+
+
+class TracedTensor(NamedTuple):
+    """The boxes that a tensor consists of."""
+
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, source: str, shape: Sequence[int], strides: Sequence[int]) -> TracedTensor:
+        """Returns a tensor that consists of one whole source."""
+        return cls(tuple(shape), [Part(source, Box((0,) * len(shape), StridedView(tuple(shape), tuple(strides))))])
+
+
 class ElementTracer(TorchDispatchMode):
     """Records the operations on meta tensors while it is active (``with tracer: ...``).
 
@@ -63,9 +85,12 @@ class ElementTracer(TorchDispatchMode):
         self._producers: dict[int, _Source | _Concatenation] = {}
         self._references: list[torch.Tensor] = []  # keeps the storages alive: they are identified by address
 
-    def source(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a meta tensor that stands for the tensor ``name``."""
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
+    def source(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None, strides: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Returns a meta tensor that stands for the tensor ``name``; without ``strides``, a contiguous one."""
+        strides = contiguous_strides(shape) if strides is None else strides
+        tensor = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
         self._record(tensor, _Source(name))
         return tensor
 
@@ -80,6 +105,8 @@ class ElementTracer(TorchDispatchMode):
             if func._schema.is_mutable:
                 raise UntraceableOperation(str(func))
             return result  # views
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
+            return result  # the shape of a parameter of the model
         packet = func.overloadpacket
         if packet is torch.ops.aten.cat:
             dim = _dimension(args, kwargs, result.dim())
@@ -94,6 +121,52 @@ class ElementTracer(TorchDispatchMode):
         else:
             raise UntraceableOperation(str(func))
         return result
+
+    def boxes(self, tensor: torch.Tensor) -> TracedTensor:
+        """Returns the boxes that ``tensor`` consists of.
+
+        Raises:
+            UntraceableOperation: parts of it are no boxes of the sources.
+        """
+        view = StridedView(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return TracedTensor(view.shape, list(self._boxes(tensor, view, (0,) * tensor.dim())))
+
+    def _boxes(self, owner: torch.Tensor, view: StridedView, origin: tuple[int, ...]) -> Iterator[Part]:
+        """Yields the parts of ``view``, a view of the storage of ``owner`` that begins at ``origin`` of the result."""
+        producer = self._producers.get(_storage(owner))
+        if producer is None:
+            raise UntraceableOperation("a tensor that does not come from the files")
+        if isinstance(producer, _Source):
+            yield Part(producer.name, Box(origin, view))
+            return
+        result, dim = producer.result, producer.dim
+        if 0 in view.shape:
+            return
+        if result.dim() == 0:
+            scalar = producer.parts[0]
+            yield from self._boxes(scalar, view._replace(offset=int(scalar.storage_offset())), origin)
+            return
+        first = [int(axis[0]) for axis in _by_strides(np.array([view.offset]), result)]
+        # Each dimension of the view must run along one dimension of the copy.
+        by_stride = {stride: each for each, stride in enumerate(result.stride()) if result.shape[each] > 1}
+        along = [by_stride.get(step) if size > 1 else None for size, step in zip(*view[:2], strict=True)]
+        for size, each in zip(view.shape, along, strict=True):
+            if size > 1 and (each is None or along.count(each) > 1 or first[each] + size > result.shape[each]):
+                raise UntraceableOperation("a view of a copy that mixes its dimensions")
+        cut = along.index(dim) if dim in along else None
+        begin, start = first[dim], 0
+        end = begin + (1 if cut is None else view.shape[cut])
+        for part in producer.parts:
+            low, high = max(begin, start), min(end, start + part.shape[dim])
+            if low < high:
+                shape, within, moved = list(view.shape), list(first), list(origin)
+                within[dim] = low - start
+                if cut is not None:
+                    shape[cut], moved[cut] = high - low, origin[cut] + low - begin
+                strides = tuple(0 if each is None else part.stride(each) for each in along)
+                offset = int(part.storage_offset()) + sum(map(int.__mul__, within, part.stride()))
+                yield from self._boxes(part, StridedView(tuple(shape), strides, offset), tuple(moved))
+            start += part.shape[dim]
 
     def trace(self, tensor: torch.Tensor, indices: Indices) -> Iterator[TracedElements]:
         """Returns the sources of the elements ``indices`` of the flattened ``tensor``.
