@@ -9,18 +9,15 @@ import copy
 import json
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_trainer.arguments.checks.type_checks import located
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, Problems, did_you_mean
 from ds_trainer.utils.files import read_user_file, shortened
-
-if TYPE_CHECKING:
-    from ds_trainer.arguments.training_arguments import TrainingArguments
 
 
 @dataclass
@@ -52,7 +49,6 @@ EFFECTS = {
     "needed, because the engine is DeepSpeed's own.",
 }
 """What each field does in the Trainer's own loaders and engine."""
-_NAMES = tuple(EFFECTS)
 _ACCUMULATION = {"num_steps": int, "sync_each_batch": bool, "adjust_scheduler": bool, "sync_with_dataloader": bool}
 
 
@@ -70,43 +66,38 @@ def accelerator_config_of(value: Any) -> AcceleratorConfig:
         values, source = vars(value), "accelerator_config"
     else:
         values, source = _values(value)
-    problems = []
-    for name, hint in typing.get_type_hints(AcceleratorConfig).items():
-        problems += _type_problem(f"{source}: {name}", values[name], hint) if name in values else []
-    problems += [
-        f"{source}: unknown key '{name}'.{did_you_mean(name, _NAMES)} Known keys: {', '.join(_NAMES)}."
-        for name in values
-        if name not in _NAMES
-    ]
+    problems = Problems(_key_problems(source, values, typing.get_type_hints(AcceleratorConfig)))
     if not problems:
-        problems = _accumulation_problems(source, values.get("gradient_accumulation_kwargs") or {})
-    if problems:
-        raise ConfigError(problems)
+        source = f"{source}: gradient_accumulation_kwargs"
+        accumulation = values.get("gradient_accumulation_kwargs") or {}
+        problems.extend(_key_problems(source, accumulation, _ACCUMULATION))
+        if not problems and accumulation.get("num_steps", 1) < 1:
+            problems.add(f"{source}: num_steps={accumulation['num_steps']} must be a positive integer.")
+    problems.raise_if_any()
     return AcceleratorConfig(**copy.deepcopy(values))
 
 
-def accelerator_config_problems(args: TrainingArguments) -> list[str]:
+def accelerator_config_problems(args: Any) -> Iterator[str]:
     """One sentence for each problem of ``args.accelerator_config``, also next to other arguments."""
     try:
         config = accelerator_config_of(args.accelerator_config)
     except ConfigError as error:
-        return error.problems
-    problems = []
+        yield from error.problems
+        return
     steps = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
     if steps != 1 and args.gradient_accumulation_steps not in (1, steps):
-        problems.append(
+        yield (
             f"accelerator_config: num_steps={steps} in gradient_accumulation_kwargs contradicts "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}; keep only the second."
         )
     if config.split_batches and args.auto_find_batch_size:
-        problems.append(
+        yield (
             "accelerator_config: split_batches=True fixes the batch of all replicas, which auto_find_batch_size=True "
             "would make smaller. Leave split_batches out: the search keeps the global batch."
         )
-    return problems
 
 
-def complete_accelerator_config(args: TrainingArguments) -> None:
+def complete_accelerator_config(args: Any) -> None:
     """Make the value an :class:`AcceleratorConfig`, and apply ``num_steps``; it is 1 afterwards, as in transformers."""
     config = accelerator_config_of(args.accelerator_config)
     accumulation = config.gradient_accumulation_kwargs or {}
@@ -117,7 +108,7 @@ def complete_accelerator_config(args: TrainingArguments) -> None:
     args.accelerator_config = config
 
 
-def accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
+def accelerator_config(args: Any) -> AcceleratorConfig:
     """The settings in force, also where a script assigned a mapping after the arguments were made.
 
     Raises:
@@ -127,7 +118,7 @@ def accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
     return config if isinstance(config, AcceleratorConfig) else accelerator_config_of(config)
 
 
-def replica_batch_size(args: TrainingArguments, name: str, replicas: int) -> int:
+def replica_batch_size(args: Any, name: str, replicas: int) -> int:
     """Samples of one replica in a forward pass: the argument ``name``, or its part with ``split_batches``.
 
     Args:
@@ -149,7 +140,7 @@ def replica_batch_size(args: TrainingArguments, name: str, replicas: int) -> int
     return size // replicas
 
 
-def split_problems(args: TrainingArguments, replicas: int) -> list[str]:
+def split_problems(args: Any, replicas: int) -> list[str]:
     """One sentence for each batch size in use that ``split_batches`` cannot divide by ``replicas``."""
     problems = Problems()
     evaluates = args.do_eval or args.given("per_device_eval_batch_size")
@@ -174,7 +165,7 @@ def _values(value: Any) -> tuple[dict[str, Any], str]:
             "attributes, nor a mapping, JSON text, or the path of a JSON or YAML file."
         )
     names = [item.name for item in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
-    public = [name for name in dict.fromkeys((*names, *_NAMES)) if not name.startswith("_") and hasattr(value, name)]
+    public = [name for name in dict.fromkeys((*names, *EFFECTS)) if not name.startswith("_") and hasattr(value, name)]
     return {name: getattr(value, name) for name in public if not callable(getattr(value, name))}, source
 
 
@@ -191,28 +182,18 @@ def _of_text(text: str) -> tuple[dict[str, Any], str]:
     if problems:
         raise ConfigError(problems)
     if not isinstance(root.value, dict):
-        raise ConfigError(f"{source}: the file must be a mapping of {', '.join(_NAMES)}.")
+        raise ConfigError(f"{source}: the file must be a mapping of {', '.join(EFFECTS)}.")
     return root.plain(), source
 
 
-def _type_problem(name: str, value: Any, hint: Any) -> list[str]:
-    try:
-        read_as(located(value, hint), hint)
-    except WrongType as error:
-        return [f"{name}={value!r}: {error}."]
-    return []
-
-
-def _accumulation_problems(source: str, values: dict[str, Any]) -> list[str]:
-    source = f"{source}: gradient_accumulation_kwargs"
-    problems = [
-        f"{source}: unknown key '{name}'.{did_you_mean(name, _ACCUMULATION)} Known keys: {', '.join(_ACCUMULATION)}."
-        for name in values
-        if name not in _ACCUMULATION
-    ]
-    for name, hint in _ACCUMULATION.items():
-        problems += _type_problem(f"{source}: {name}", values[name], hint) if name in values else []
-    steps = values.get("num_steps", 1)
-    if not problems and steps < 1:
-        problems.append(f"{source}: num_steps={steps} must be a positive integer.")
-    return problems
+def _key_problems(source: str, values: dict[str, Any], hints: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence for each value of another type than its hint, and for each unknown name."""
+    for name, hint in hints.items():
+        try:
+            if name in values:
+                read_as(located(values[name], hint), hint)
+        except WrongType as error:
+            yield f"{source}: {name}={values[name]!r}: {error}."
+    for name in values:
+        if name not in hints:
+            yield f"{source}: unknown key '{name}'.{did_you_mean(name, hints)} Known keys: {', '.join(hints)}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_trainer.arguments.accelerator_config import complete_accelerator_config
 from ds_trainer.arguments.checks.evaluation_checks import has_default_metric
@@ -15,9 +15,6 @@ from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_siz
 from ds_trainer.arguments.redefined import is_redefined
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.sizes import parse_tokens
-
-if TYPE_CHECKING:
-    from ds_trainer.arguments.training_arguments import TrainingArguments
 
 # Fields that take a mapping, or its JSON text on a command line. Any other text is the path of a file.
 JSON_FIELDS = (
@@ -64,7 +61,7 @@ def fill_in(args: Any) -> None:
     _defaults_from_others(args)
 
 
-def _paths_and_mappings(args: TrainingArguments) -> None:
+def _paths_and_mappings(args: Any) -> None:
     if args.output_dir is None:
         args.output_dir = "trainer_output"
     args.output_dir = os.path.expanduser(os.fspath(args.output_dir))
@@ -85,7 +82,7 @@ def _paths_and_mappings(args: TrainingArguments) -> None:
             setattr(args, field, sizes[key])
 
 
-def _defaults_from_others(args: TrainingArguments) -> None:
+def _defaults_from_others(args: Any) -> None:
     for old, new in OLDER_NAMES:
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))

@@ -87,12 +87,11 @@ class CheckedArguments:
 
     def problems(self) -> list[str]:
         """One sentence for each problem with the current values, which may have changed since construction."""
-        found = type_problems(self)
-        if found:
-            return found
-        found = argument_problems(self)
-        fields = {re.split(r"\W", problem, maxsplit=1)[0] for problem in found}
-        return found + unsupported_problems(self, skip=fields)
+        if wrong_types := list(type_problems(self)):
+            return wrong_types
+        problems = list(argument_problems(self))
+        fields = {re.split(r"\W", problem, maxsplit=1)[0] for problem in problems}
+        return [*problems, *unsupported_problems(self, skip=fields)]
 
     def complete(self, problems: Problems | None = None) -> None:
         """Check all values, convert names to enums, and fill in the values that follow from others.

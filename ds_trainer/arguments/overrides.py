@@ -61,9 +61,9 @@ def read_overrides(texts: Sequence[str], cls: Any) -> dict[str, Any]:
     with arguments_are_no_start():
         probe = cls()  # the defaults are valid, so what is found is about a value of --set
     vars(probe).update(deepcopy(values))
-    found = type_problems(probe) or unsupported_problems(probe)
     # Problems of a combination depend on what the script sets.
-    problems += [f"--set {problem}" for problem in found or value_problems(probe)]
+    found = list(type_problems(probe)) or list(unsupported_problems(probe)) or value_problems(probe)
+    problems += [f"--set {problem}" for problem in found]
     if problems:
         raise ConfigError(problems)
     return values

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from ds_trainer.utils.errors import did_you_mean
-
-if TYPE_CHECKING:
-    from ds_trainer.arguments.training_arguments import TrainingArguments
 
 PARALLEL_SIZES = {
     "tensor_parallel_size": "tp_size",
@@ -29,25 +27,23 @@ def parallel_sizes(config: Any) -> dict[str, int | None]:
     return {name: getattr(config, name, None) for name in _SIZES}
 
 
-def parallelism_config_problems(args: TrainingArguments) -> list[str]:
+def parallelism_config_problems(args: Any) -> Iterator[str]:
     """One sentence for each unknown key, wrong size, or size that contradicts another argument."""
     config = args.parallelism_config
     if config is None:
-        return []
+        return
     if not isinstance(config, dict) and not hasattr(config, "tp_size"):
-        return [f"parallelism_config={config!r} is neither accelerate's ParallelismConfig nor a mapping."]
+        yield f"parallelism_config={config!r} is neither accelerate's ParallelismConfig nor a mapping."
+        return
     known = {*_SIZES, *_OTHER_KEYS}
-    problems = [
-        f"parallelism_config: unknown key '{name}'.{did_you_mean(name, known)}"
-        for name in (config if isinstance(config, dict) else ())
-        if name not in known
-    ]
+    for name in config if isinstance(config, dict) else ():
+        if name not in known:
+            yield f"parallelism_config: unknown key '{name}'.{did_you_mean(name, known)}"
     sizes = parallel_sizes(config)
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            problems.append(f"parallelism_config: {name}={size!r} must be a positive integer.")
+            yield f"parallelism_config: {name}={size!r} must be a positive integer."
     for field, key in PARALLEL_SIZES.items():
         value, other = getattr(args, field), sizes.get(key)
         if other is not None and value not in (1, other):
-            problems.append(f"{field}={value} and parallelism_config.{key}={other} contradict each other; keep one.")
-    return problems
+            yield f"{field}={value} and parallelism_config.{key}={other} contradict each other; keep one."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +49,15 @@ _FORMS = (
 )
 
 
-def generation_problems(args: Seq2SeqTrainingArguments) -> list[str]:
+def generation_problems(args: Seq2SeqTrainingArguments) -> Iterator[str]:
     """One sentence for each invalid value."""
-    problems = []
     if args.sortish_sampler and str(args.train_sampling_strategy) != SamplingStrategy.RANDOM:
-        problems.append(
+        yield (
             f"sortish_sampler=True and train_sampling_strategy={args.train_sampling_strategy} are two orders of the "
             "samples; keep one of them."
         )
-    problem = _config_problem(args.generation_config)
-    return [*problems, f"generation_config={problem} {_FORMS}"] if problem else problems
+    if problem := _config_problem(args.generation_config):
+        yield f"generation_config={problem} {_FORMS}"
 
 
 def _config_problem(value: Any) -> str | None:

@@ -84,9 +84,9 @@ class TFTrainingArguments(TrainingArguments):
         debug: Any = self.debug
         if debug is True:
             return refused  # the other checks expect names
-        if found := type_problems(self):
-            return found
-        return [*super().problems(), *refused, *self._schedule_problems(), *self._evaluation_problems()]
+        if wrong_types := list(type_problems(self)):
+            return wrong_types
+        return [*super().problems(), *refused, *self._contradictions()]
 
     def fill_in(self) -> None:
         """As for :class:`TrainingArguments`; also the schedule and the evaluation that the early fields describe."""
@@ -97,24 +97,18 @@ class TFTrainingArguments(TrainingArguments):
             self.eval_strategy = "steps"
         super().fill_in()
 
-    def _schedule_problems(self) -> list[str]:
-        if not self.poly_power > 0:
-            return [f"poly_power={self.poly_power!r} must be a positive number."]
+    def _contradictions(self) -> Iterator[str]:
         wanted: dict[str, Any] = {"power": self.poly_power, "lr_end": 0.0}
         named, kwargs = str(self.lr_scheduler_type), self.lr_scheduler_kwargs
-        if self.poly_power == 1.0 or (named in ("linear", "polynomial") and kwargs in (None, {}, wanted)):
-            return []
-        return [
-            f"poly_power={self.poly_power!r} contradicts lr_scheduler_type={named}, lr_scheduler_kwargs={kwargs!r}. "
-            f"Leave poly_power out, or write lr_scheduler_type='polynomial', lr_scheduler_kwargs={wanted!r}."
-        ]
-
-    def _evaluation_problems(self) -> list[str]:
+        if not self.poly_power > 0:
+            yield f"poly_power={self.poly_power!r} must be a positive number."
+        elif self.poly_power != 1.0 and not (named in ("linear", "polynomial") and kwargs in (None, {}, wanted)):
+            yield (
+                f"poly_power={self.poly_power!r} contradicts lr_scheduler_type={named}, lr_scheduler_kwargs={kwargs!r}."
+                f" Leave poly_power out, or write lr_scheduler_type='polynomial', lr_scheduler_kwargs={wanted!r}."
+            )
         if self.evaluate_during_training and str(self.eval_strategy) not in ("no", "steps"):
-            return [
-                f"evaluate_during_training=True contradicts eval_strategy={self.eval_strategy}; keep only the second."
-            ]
-        return []
+            yield f"evaluate_during_training=True contradicts eval_strategy={self.eval_strategy}; keep only the second."
 
     @property
     def n_replicas(self) -> int:

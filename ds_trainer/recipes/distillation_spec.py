@@ -30,7 +30,7 @@ class DistillationSpec:
 
     def problems(self, task: str) -> list[str]:
         """What cannot work, as one sentence per problem; ``task`` is that of the recipe."""
-        problems = distillation_problems(self.temperature, self.hard_loss_weight, self.divergence)
+        problems = list(distillation_problems(self.temperature, self.hard_loss_weight, self.divergence))
         if self.teacher is None:
             problems.append("distillation.teacher is missing; give the directory or the Hub name of a language model.")
         if task != "sft":

@@ -148,7 +148,7 @@ class Recipe:
     def training_arguments(self) -> TrainingArguments:
         """The recipe's arguments, with defaults for all others."""
         given = self.data.max_length
-        length = {} if given is None or length_problems(given) else {"max_length": given}
+        length = {} if given is None or any(length_problems(given)) else {"max_length": given}
         args = TrainingArguments(**{**length, **self.arguments})
         prefix = "arguments."
         sources = {key.removeprefix(prefix): source for key, source in self.origins.items() if key.startswith(prefix)}

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 
 from ds_trainer.arguments.enums import SchedulerType
 
-if TYPE_CHECKING:
-    from ds_trainer.arguments.training_arguments import TrainingArguments
 
-
-def evaluation_problems(args: TrainingArguments) -> list[str]:
+def evaluation_problems(args: Any) -> Iterator[str]:
     """One sentence for each invalid value."""
-    problems = [
-        f"include_for_metrics={args.include_for_metrics!r}: '{name}' is neither 'inputs' nor 'loss'."
-        for name in args.include_for_metrics
-        if name not in ("inputs", "loss")
-    ]
+    for name in args.include_for_metrics:
+        if name not in ("inputs", "loss"):
+            yield f"include_for_metrics={args.include_for_metrics!r}: '{name}' is neither 'inputs' nor 'loss'."
     if args.bf16_full_eval and args.fp16_full_eval:
-        problems.append("bf16_full_eval and fp16_full_eval are different precisions; keep one of them.")
+        yield "bf16_full_eval and fp16_full_eval are different precisions; keep one of them."
     save_strategy, eval_strategy = str(args.save_strategy), str(args.eval_strategy)
     if save_strategy == "best" and eval_strategy == "no":
-        problems.append(
+        yield (
             "save_strategy=best saves after an evaluation, but eval_strategy=no. Set eval_strategy to steps or epoch."
         )
     if save_strategy == "best" and args.metric_for_best_model is None and not args.load_best_model_at_end:
-        problems.append("save_strategy=best needs a metric: set metric_for_best_model, for example to 'loss'.")
+        yield "save_strategy=best needs a metric: set metric_for_best_model, for example to 'loss'."
     if args.metric_for_best_model is None and args.greater_is_better is not None and not has_default_metric(args):
-        problems.append(
+        yield (
             f"greater_is_better={args.greater_is_better!r} compares metrics, but metric_for_best_model is not set. Set "
             "it, or leave out greater_is_better."
         )
     if args.load_best_model_at_end:
-        problems += _best_model_problems(args, save_strategy, eval_strategy)
-    return problems
+        yield from _best_model_problems(args, save_strategy, eval_strategy)
 
 
-def has_default_metric(args: TrainingArguments) -> bool:
+def has_default_metric(args: Any) -> bool:
     """Whether an argument needs a metric, for which the loss is the default."""
     plateau = str(args.lr_scheduler_type) in (SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value)
     return args.load_best_model_at_end or plateau
 
 
-def _best_model_problems(args: TrainingArguments, save_strategy: str, eval_strategy: str) -> list[str]:
+def _best_model_problems(args: Any, save_strategy: str, eval_strategy: str) -> Iterator[str]:
     """What ``load_best_model_at_end`` contradicts: every checkpoint must be evaluated just before it is saved."""
-    problems: list[str] = []
     if save_strategy == "best":
-        return problems
+        return
     if save_strategy != eval_strategy or eval_strategy == "no":
-        problems.append(
+        yield (
             f"load_best_model_at_end=True needs an evaluation of every checkpoint, but "
             f"eval_strategy={eval_strategy} and save_strategy={save_strategy}. Set both to steps, both to epoch, or "
             "save_strategy to best."
@@ -58,8 +52,7 @@ def _best_model_problems(args: TrainingArguments, save_strategy: str, eval_strat
         # Fractions are compared as millionths: 0.3 is not a multiple of 0.1 in binary.
         save, every = round(save_steps * 1_000_000), round(eval_steps * 1_000_000)
         if eval_steps > 0 and save_steps > 0 and ((eval_steps < 1) != (save_steps < 1) or save % every != 0):
-            problems.append(
+            yield (
                 f"load_best_model_at_end=True needs an evaluation of every checkpoint: save_steps={save_steps!r} must "
                 f"be a multiple of eval_steps={eval_steps!r}, both steps or both fractions."
             )
-    return problems

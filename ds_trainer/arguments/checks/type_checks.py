@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import typing
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -16,9 +17,8 @@ from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.utils.secrets import is_secret, masked, without_secrets
 
 
-def type_problems(args: Any) -> list[str]:
+def type_problems(args: Any) -> Iterator[str]:
     """One sentence for each field whose value does not fit its type."""
-    problems = []
     cls: Any = type(args)
     for name, hint in _hints(cls).items():
         value = getattr(args, name)
@@ -27,12 +27,11 @@ def type_problems(args: Any) -> list[str]:
         try:
             read_as(located(value, hint), hint)
         except RecursionError:
-            problems.append(f"{name}: the mapping is nested without end; does it contain itself?")
+            yield f"{name}: the mapping is nested without end; does it contain itself?"
         except WrongType as error:
             secret = is_secret(name)
             shown = f"{masked(name)}: expected {describe(hint)}" if secret else f"{without_secrets(value)!r}: {error}"
-            problems.append(f"{name}={shown}.")
-    return problems
+            yield f"{name}={shown}."
 
 
 @functools.cache

@@ -5,7 +5,7 @@ A field without a row works for every value that the other checks accept. The do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,15 +115,11 @@ ENGINE: tuple[SupportedValues, ...] = (
 )
 
 
-def unsupported_problems(args: Any, skip: Container[str] = ()) -> list[str]:
+def unsupported_problems(args: Any, skip: Container[str] = ()) -> Iterator[str]:
     """One sentence for each value that is not supported. Fields in ``skip`` have another problem already."""
-    problems = [
-        row.sentence(getattr(args, row.field))
-        for row in ENGINE
-        if hasattr(args, row.field) and row.field not in skip and not row.accepts(_plain(getattr(args, row.field)))
-    ]
-    return problems + accelerator_config_problems(args)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    for row in ENGINE:
+        if hasattr(args, row.field) and row.field not in skip:
+            value = getattr(args, row.field)
+            if not row.accepts(list(value) if isinstance(value, tuple) else value):
+                yield row.sentence(value)
+    yield from accelerator_config_problems(args)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_trainer.arguments.checks.evaluation_checks import evaluation_problems
 from ds_trainer.arguments.compat.dict_fields import dict_field_problems
@@ -16,10 +17,6 @@ from ds_trainer.arguments.redefined import is_redefined, packs
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.sizes import parse_size, parse_tokens
-
-if TYPE_CHECKING:
-    from ds_trainer.arguments.training_arguments import TrainingArguments
-
 
 _POSITIVE_INTEGER = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
@@ -68,30 +65,28 @@ _RATE_OF_A_TYPO = 1e4  # 2e5 instead of 2e-5; no optimizer takes as much
 _REMEDIES = {"torch_empty_cache_steps": " (steps between two calls); leave it out to keep the cache"}
 
 
-def argument_problems(args: Any) -> list[str]:
+def argument_problems(args: Any) -> Iterator[str]:
     """One sentence for each invalid value or combination: field, value and remedy. Types must be right."""
-    return [
-        *value_problems(args),
-        *_combination_problems(args),
-        *evaluation_problems(args),
-        *divergence_problems(args),
-        *packing_argument_problems(args),
-    ]
+    yield from value_problems(args)
+    yield from _combination_problems(args)
+    yield from evaluation_problems(args)
+    yield from _divergence_problems(args)
+    yield from _packing_problems(args)
 
 
-def value_problems(args: Any) -> list[str]:
+def value_problems(args: Any) -> Iterator[str]:
     """One sentence for each value that is invalid whatever the other arguments are."""
-    problems: list[str] = []
     for name, wanted in _RANGES.items():
         value = getattr(args, name, None)
         if value is not None and not _in_range(value, wanted):
-            problems.append(f"{name}={value!r} must be {wanted}{_REMEDIES.get(name, '')}.")
+            yield f"{name}={value!r} must be {wanted}{_REMEDIES.get(name, '')}."
     for name, choices in CHOICES.items():
         if hasattr(args, name) and not is_redefined(args, name):
-            problems += _choice_problems(name, getattr(args, name), choices)
-    return (
-        problems + _number_problems(args) + _interval_problems(args) + _text_problems(args) + dict_field_problems(args)
-    )
+            yield from _choice_problems(name, getattr(args, name), choices)
+    yield from _number_problems(args)
+    yield from _interval_problems(args)
+    yield from _text_problems(args)
+    yield from dict_field_problems(args)
 
 
 def _in_range(value: Any, wanted: str) -> bool:
@@ -103,110 +98,97 @@ def _in_range(value: Any, wanted: str) -> bool:
     return 0 <= number < 1
 
 
-def _choice_problems(name: str, value: Any, choices: type[Enum]) -> list[str]:
+def _choice_problems(name: str, value: Any, choices: type[Enum]) -> Iterator[str]:
     known = [str(choice.value) for choice in choices]
-    if value is None and name == "dataloader_multiprocessing_context":
-        return []
-    if str(value) in known:
-        return []
-    listed = ", ".join(known) if len(known) <= 16 else f"the {len(known)} of {choices.__name__}"
-    return [f"{name}={value!r} is not one of {listed}.{did_you_mean(str(value), known)}"]
+    may_be_none = name == "dataloader_multiprocessing_context"
+    if str(value) not in known and not (value is None and may_be_none):
+        listed = ", ".join(known) if len(known) <= 16 else f"the {len(known)} of {choices.__name__}"
+        yield f"{name}={value!r} is not one of {listed}.{did_you_mean(str(value), known)}"
 
 
-def _number_problems(args: TrainingArguments) -> list[str]:
-    problems = []
+def _number_problems(args: Any) -> Iterator[str]:
     if args.zero_stage is not None and args.zero_stage not in (0, 1, 2, 3):
-        problems.append(
-            f"zero_stage={args.zero_stage!r} must be 0, 1, 2, 3, or None (1 on several ranks and in fp16, else 0)."
-        )
+        yield (f"zero_stage={args.zero_stage!r} must be 0, 1, 2, 3, or None (1 on several ranks and in fp16, else 0).")
     factor = args.loss_spike_factor
     if factor is not None and not (math.isfinite(factor) and factor > 1):
-        problems.append(f"loss_spike_factor={factor!r} must be a finite number above 1, or None (no detection).")
+        yield f"loss_spike_factor={factor!r} must be a finite number above 1, or None (no detection)."
     if _RATE_OF_A_TYPO <= float(args.learning_rate) < math.inf:
-        problems.append(f"learning_rate={args.learning_rate!r} is a mistake; a typical value is 5e-5 (5 / 100,000).")
+        yield f"learning_rate={args.learning_rate!r} is a mistake; a typical value is 5e-5 (5 / 100,000)."
     if args.warmup_steps > 1 and args.warmup_steps != int(args.warmup_steps):
-        problems.append(
+        yield (
             f"warmup_steps={args.warmup_steps!r} must be a whole number of steps, or below 1 a fraction of all steps."
         )
     for name in ("seed", "data_seed"):
         value = getattr(args, name)
         if value is not None and value < 0:
-            problems.append(f"{name}={value!r} must be an integer that is not negative.")
+            yield f"{name}={value!r} must be an integer that is not negative."
     shards = args.stream_shards
     if shards not in (None, "auto", "own") and not (type(shards) is int and shards > 0):
-        problems.append(f"stream_shards={shards!r} must be a positive integer, 'auto', 'own' or None.")
-    return problems + _limit_problems(args.save_total_limit)
+        yield f"stream_shards={shards!r} must be a positive integer, 'auto', 'own' or None."
+    yield from _limit_problems(args.save_total_limit)
 
 
-def _limit_problems(limit: int | str | None) -> list[str]:
+def _limit_problems(limit: int | str | None) -> Iterator[str]:
     problem = f"save_total_limit={limit!r} must be a positive integer or None (keep all)"
     if isinstance(limit, str):
         try:
             parse_size(limit)
         except ValueError:
-            return [f"{problem}, or a size such as '500GB' or '200MB'."]
+            yield f"{problem}, or a size such as '500GB' or '200MB'."
     elif limit is not None and limit < 1:
-        return [f"{problem}."]
-    return []
+        yield f"{problem}."
 
 
-def _interval_problems(args: TrainingArguments) -> list[str]:
-    problems = []
+def _interval_problems(args: Any) -> Iterator[str]:
     for action in ("logging", "eval", "save"):
         name = f"{action}_steps"
         value = getattr(args, name)
         if (value is None and action == "eval") or str(getattr(args, f"{action}_strategy")) != "steps":
             continue
         if not value > 0:
-            problems.append(f"{name}={value!r} must be positive: steps, or below 1 a fraction of all steps.")
+            yield f"{name}={value!r} must be positive: steps, or below 1 a fraction of all steps."
         elif value > 1 and value != int(value):
-            problems.append(f"{name}={value!r} must be a whole number of steps, or below 1 a fraction of all steps.")
-    return problems
+            yield f"{name}={value!r} must be a whole number of steps, or below 1 a fraction of all steps."
 
 
-def _text_problems(args: TrainingArguments) -> list[str]:
-    problems = []
+def _text_problems(args: Any) -> Iterator[str]:
     try:
         parse_size(args.max_shard_size)
     except (ValueError, AttributeError):
-        problems.append(f"max_shard_size={args.max_shard_size!r} is not a size; write it like '5GB' or '200MB'.")
+        yield f"max_shard_size={args.max_shard_size!r} is not a size; write it like '5GB' or '200MB'."
     for part in (args.optim_args or "").replace(" ", "").split(","):
         if part and "=" not in part:
-            problems.append(f"optim_args={args.optim_args!r}: '{part}' is not of the form name=value.")
+            yield f"optim_args={args.optim_args!r}: '{part}' is not of the form name=value."
     kwargs = ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     for name in (*kwargs, "model_init_kwargs"):
-        problems += _json_problems(name, getattr(args, name))
-    problems += [
-        f"debug={args.debug!r}: '{option}' is not one of {', '.join(str(known.value) for known in DebugOption)}."
-        for option in (args.debug.split() if isinstance(args.debug, str) else map(str, args.debug or ()))
-        if option not in [known.value for known in DebugOption]
-    ]
+        yield from _json_problems(name, getattr(args, name))
+    known = [str(option.value) for option in DebugOption]
+    for option in args.debug.split() if isinstance(args.debug, str) else map(str, args.debug or ()):
+        if option not in known:
+            yield f"debug={args.debug!r}: '{option}' is not one of {', '.join(known)}."
     token_count = args.include_num_input_tokens_seen
     if not isinstance(token_count, bool):
-        problems += _choice_problems("include_num_input_tokens_seen", token_count, TokenCount)
-    return problems
+        yield from _choice_problems("include_num_input_tokens_seen", token_count, TokenCount)
 
 
-def _json_problems(name: str, value: Any) -> list[str]:
+def _json_problems(name: str, value: Any) -> Iterator[str]:
     if not isinstance(value, str):
-        return []
+        return
     try:
-        if isinstance(json.loads(value), dict):
-            return []
+        if not isinstance(json.loads(value), dict):
+            yield f"{name}={value!r} must be a mapping in JSON, like '{{\"name\": 1}}'."
     except ValueError as error:
-        return [f"{name}={value!r} is not valid JSON ({error}); write it like '{{\"name\": 1}}'."]
-    return [f"{name}={value!r} must be a mapping in JSON, like '{{\"name\": 1}}'."]
+        yield f"{name}={value!r} is not valid JSON ({error}); write it like '{{\"name\": 1}}'."
 
 
 # -- combinations ----------------------------------------------------------------------------------------------------
 
 
-def _combination_problems(args: TrainingArguments) -> list[str]:
-    problems = []
+def _combination_problems(args: Any) -> Iterator[str]:
     if args.max_steps < -1:
-        problems.append(f"max_steps={args.max_steps} must be a number of optimizer steps, or -1 for num_train_epochs.")
+        yield f"max_steps={args.max_steps} must be a number of optimizer steps, or -1 for num_train_epochs."
     elif args.max_steps <= 0 and not args.num_train_epochs > 0:
-        problems.append(
+        yield (
             f"num_train_epochs={args.num_train_epochs!r} must be a positive number, or set max_steps to the number of "
             "optimizer steps."
         )
@@ -214,7 +196,7 @@ def _combination_problems(args: TrainingArguments) -> list[str]:
     if str(args.torch_autocast) in ("bf16", "fp16"):
         requested.append(f"torch_autocast={args.torch_autocast}")
     if len(requested) > 1:
-        problems.append(f"{' and '.join(requested)} are different precisions; keep one of them.")
+        yield f"{' and '.join(requested)} are different precisions; keep one of them."
     if args.dataloader_num_workers == 0:
         for name, off in (
             ("dataloader_prefetch_factor", None),
@@ -222,12 +204,12 @@ def _combination_problems(args: TrainingArguments) -> list[str]:
             ("dataloader_multiprocessing_context", None),
         ):
             if getattr(args, name) != off:
-                problems.append(
+                yield (
                     f"{name}={getattr(args, name)!r} configures data loading workers, but dataloader_num_workers=0 "
                     "starts none. Set dataloader_num_workers to 1 or more."
                 )
     if str(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy") and str(args.eval_strategy) == "no":
-        problems.append(
+        yield (
             f"lr_scheduler_type={args.lr_scheduler_type} follows a metric, but eval_strategy=no: no metric is "
             "computed. Set eval_strategy to steps or epoch."
         )
@@ -235,46 +217,42 @@ def _combination_problems(args: TrainingArguments) -> list[str]:
         new = old.replace("gradient", "activation")
         values = getattr(args, old), getattr(args, new)
         if None not in values and values[0] != values[1]:
-            problems.append(
-                f"{old}={values[0]!r} and {new}={values[1]!r} are two names of one argument; keep the second."
-            )
-    return problems + parallelism_config_problems(args) + _rank_problems(args)
+            yield (f"{old}={values[0]!r} and {new}={values[1]!r} are two names of one argument; keep the second.")
+    yield from parallelism_config_problems(args)
+    yield from _rank_problems(args)
 
 
-def _rank_problems(args: TrainingArguments) -> list[str]:
+def _rank_problems(args: Any) -> Iterator[str]:
     if args.local_rank == -1:
-        return []
+        return
     try:
         info = resolve_ranks(os.environ)
     except ConfigError as error:
-        return error.problems
-    if args.local_rank == info.local_rank:
-        return []
-    return [
-        f"local_rank={args.local_rank}, but the environment (launcher: {info.launcher}) says {info.local_rank}. Leave "
-        "local_rank out, or start with `deepspeed`, `torchrun` or `srun`."
-    ]
+        yield from error.problems
+        return
+    if args.local_rank != info.local_rank:
+        yield (
+            f"local_rank={args.local_rank}, but the environment (launcher: {info.launcher}) says {info.local_rank}. "
+            "Leave local_rank out, or start with `deepspeed`, `torchrun` or `srun`."
+        )
 
 
-def divergence_problems(args: TrainingArguments) -> list[str]:
-    """One sentence for each policy that other arguments rule out."""
-    problems = []
+def _divergence_problems(args: Any) -> Iterator[str]:
     for name, active in (("nonfinite_policy", True), ("loss_spike_policy", args.loss_spike_factor is not None)):
         if not active or str(getattr(args, name)) != "rollback":
             continue
         for other, value in (("save_strategy", "no"), ("save_only_model", "True")):
             if str(getattr(args, other)) == value:
-                problems.append(
+                yield (
                     f"{name}=rollback returns to a checkpoint, but {other}={value} writes none that a run can resume "
                     f"from. Choose another {other}, or {name}=skip."
                 )
-    return problems
 
 
 DIVERGENCES = ("forward_kl", "reverse_kl")
 
 
-def distillation_problems(temperature: float, hard_loss_weight: float, divergence: str) -> list[str]:
+def distillation_problems(temperature: float, hard_loss_weight: float, divergence: str) -> Iterator[str]:
     """What cannot work, as one sentence per problem.
 
     Args:
@@ -282,46 +260,43 @@ def distillation_problems(temperature: float, hard_loss_weight: float, divergenc
         hard_loss_weight: weight of the cross-entropy with the labels.
         divergence: name of the divergence.
     """
-    problems = []
     if not temperature > 0:
-        problems.append(f"distillation.temperature={temperature} must be above 0.")
+        yield f"distillation.temperature={temperature} must be above 0."
     if not 0 <= hard_loss_weight <= 1:
-        problems.append(f"distillation.hard_loss_weight={hard_loss_weight} must be between 0 and 1.")
+        yield f"distillation.hard_loss_weight={hard_loss_weight} must be between 0 and 1."
     if divergence not in DIVERGENCES:
-        problems.append(f"distillation.divergence={divergence!r} is not one of {', '.join(DIVERGENCES)}.")
-    return problems
+        yield f"distillation.divergence={divergence!r} is not one of {', '.join(DIVERGENCES)}."
 
 
-def packing_argument_problems(args: TrainingArguments) -> list[str]:
-    """One sentence for each invalid value or combination."""
-    problems = length_problems(args.max_length) if not is_redefined(args, "max_length") else []
+def _packing_problems(args: Any) -> Iterator[str]:
+    if not is_redefined(args, "max_length"):
+        yield from length_problems(args.max_length)
     if not packs(args):
         if not is_redefined(args, "eval_packing") and args.eval_packing:
-            problems.append("eval_packing=True needs packing=True.")
-        return problems
+            yield "eval_packing=True needs packing=True."
+        return
     if str(args.train_sampling_strategy) in ("group_by_length", "batch_rebalance"):
-        problems.append(
+        yield (
             f"train_sampling_strategy={args.train_sampling_strategy} arranges samples by length, but with packing=True "
             "all rows have the same length. Set it to random or sequential, or set packing=False."
         )
     if getattr(args, "sortish_sampler", False):
-        problems.append(
+        yield (
             "sortish_sampler=True arranges samples by length, but with packing=True all rows have the same length. Set "
             "one of them to False."
         )
     if args.use_cache:
-        problems.append(
+        yield (
             "packing=True and use_cache=True: with a key-value cache, models do not keep packed samples apart. Set "
             "use_cache=False."
         )
-    return problems
 
 
-def length_problems(length: int | str | None) -> list[str]:
+def length_problems(length: int | str | None) -> Iterator[str]:
     """What is wrong with a ``max_length``."""
     try:
-        if length is None or (parse_tokens(length) if isinstance(length, str) else length) > 0:
-            return []
+        tokens = parse_tokens(length) if isinstance(length, str) else length
     except ValueError:
-        pass
-    return [f"max_length={length!r} must be a positive number of tokens, such as 4096, '64K' or '1M', or None."]
+        tokens = 0
+    if tokens is not None and not tokens > 0:
+        yield f"max_length={length!r} must be a positive number of tokens, such as 4096, '64K' or '1M', or None."

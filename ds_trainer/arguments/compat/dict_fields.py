@@ -7,6 +7,7 @@ Source: ``TrainingArguments.__post_init__`` of transformers 5, which reads text 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 VALID_DICT_FIELDS = [
@@ -19,17 +20,13 @@ VALID_DICT_FIELDS = [
 ]
 
 
-def dict_field_problems(args: Any) -> list[str]:
+def dict_field_problems(args: Any) -> Iterator[str]:
     """One sentence for each field of a subclass whose text begins with a brace and is not JSON."""
-    problems = []
     for name in _of_subclasses(args):
         try:
             json.loads(getattr(args, name))
         except ValueError as error:
-            problems.append(
-                f"{name}={getattr(args, name)!r} is not valid JSON ({error}); write it like '{{\"key\": 1}}'."
-            )
-    return problems
+            yield (f"{name}={getattr(args, name)!r} is not valid JSON ({error}); write it like '{{\"key\": 1}}'.")
 
 
 def read_dict_fields(args: Any) -> None:

@@ -51,7 +51,7 @@ class DistillationLoss:
 
     def problems(self) -> list[str]:
         """What cannot work, as one sentence per problem."""
-        return distillation_problems(self.temperature, self.hard_loss_weight, self.divergence)
+        return list(distillation_problems(self.temperature, self.hard_loss_weight, self.divergence))
 
     def of_tokens(self, student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of each token: float32 ``[N]``, 0 where there is no target.
