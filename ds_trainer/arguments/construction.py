@@ -102,12 +102,12 @@ class CheckedArguments:
         Raises:
             ConfigError: all problems together, if there is no collector. The object is then not changed.
         """
-        found = Problems(self.problems())
+        own = Problems(self.problems())
         if problems is None:
-            found.raise_if_any()
+            own.raise_if_any()
         else:
-            problems.extend(found)
-        if not found:
+            problems.extend(own)
+        if not own:
             self.fill_in()
 
     def fill_in(self) -> None:

@@ -64,14 +64,6 @@ class PackingStrategy(NamedValue):
     CUT = "cut"
 
 
-class GenerationGather(NamedValue):
-    """Whether all weights of a ZeRO-3 model are gathered once while text is generated."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
-
-
 class SaveFailurePolicy(NamedValue):
     """What a run does when a checkpoint cannot be written: no space, no permission, no such directory."""
 
@@ -79,16 +71,8 @@ class SaveFailurePolicy(NamedValue):
     CONTINUE = "continue"
 
 
-class VerifyWeights(NamedValue):
-    """Whether a model whose weights differ from its files may be trained."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
-
-
-class SelfTest(NamedValue):
-    """When the engine's gradient is compared with plain PyTorch before training."""
+class When(NamedValue):
+    """When something that costs time or memory is done: a check, or the gathering of all weights for generation."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -247,10 +231,10 @@ CHOICES: dict[str, type[Enum]] = {
     "log_level": LogLevel,
     "log_level_replica": LogLevel,
     "dataloader_multiprocessing_context": WorkerStart,
-    "generation_gather": GenerationGather,
+    "generation_gather": When,
     "save_failure_policy": SaveFailurePolicy,
-    "self_test": SelfTest,
-    "verify_weights": VerifyWeights,
+    "self_test": When,
+    "verify_weights": When,
     "hang_policy": HangPolicy,
     "nonfinite_policy": DivergencePolicy,
     "loss_spike_policy": DivergencePolicy,

@@ -74,16 +74,16 @@ def choices(hint: Any) -> list[Any] | None:
     ``str`` beside an enum is its spelling on a command line, so the list stays closed.
     """
     members = [member for member in _members(hint) if member not in (type(None), str)]
-    found: list[Any] = []
+    values: list[Any] = []
     for member in members:
         if typing.get_origin(member) is typing.Literal:
-            found += typing.get_args(member)
+            values += typing.get_args(member)
         elif isinstance(member, type) and issubclass(member, enum.Enum):
-            found += [choice.value for choice in member]
+            values += [choice.value for choice in member]
         else:
             return None
     enums = any(isinstance(member, type) for member in members)
-    return None if not found or (str in _members(hint) and not enums) else found
+    return None if not values or (str in _members(hint) and not enums) else values
 
 
 def metavar(hint: Any) -> str:

@@ -18,7 +18,6 @@ from ds_trainer.arguments.enums import (
     AutocastDtype,
     DebugOption,
     DivergencePolicy,
-    GenerationGather,
     GradientDtype,
     HangPolicy,
     HubStrategy,
@@ -29,8 +28,7 @@ from ds_trainer.arguments.enums import (
     SaveFailurePolicy,
     SaveStrategy,
     SchedulerType,
-    SelfTest,
-    VerifyWeights,
+    When,
 )
 from ds_trainer.arguments.field_topics import topic, topics_of
 from ds_trainer.arguments.process_info import ProcessInfo
@@ -172,13 +170,13 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     offload_optimizer: OffloadDevice | str = _engine("(own) Device for optimizer states: none, cpu or nvme.", "none")
     offload_param: OffloadDevice | str = _engine("(own) Device for ZeRO-3 parameters: none, cpu or nvme.", "none")
     nvme_path: str | None = _engine("(own) Directory on a local NVMe disk for offload to nvme.")
-    generation_gather: GenerationGather | str = _engine(
+    generation_gather: When | str = _engine(
         "(own) ZeRO-3: how generate gets the weights: auto (gathered once if they fit), always, never (for each token, "
         "layer by layer).",
         "auto",
     )
     deepspeed: _Json = _engine("DeepSpeed configuration: a JSON or hjson file, its text, or a mapping.")
-    self_test: SelfTest | str = _engine(
+    self_test: When | str = _engine(
         "(own) Compare the engine's gradient with plain PyTorch before training: always, never, or auto (once for each "
         "installation, ZeRO stage and precision).",
         "auto",
@@ -305,7 +303,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     start_from_weights: str | None = _saving(
         "(own) Start with only the weights of a checkpoint or of a directory of safetensors files."
     )
-    verify_weights: VerifyWeights | str = _saving(
+    verify_weights: When | str = _saving(
         "(own) Compare the weights with the model's files: always stops if they differ, never does not compare, auto "
         "stops if the Trainer or zero.Init loaded the weights, and warns about any other model.",
         "auto",

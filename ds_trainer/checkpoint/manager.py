@@ -257,7 +257,7 @@ class CheckpointManager:
         lists them.
 
         Args:
-            path: of the checkpoint.
+            path: the checkpoint's directory.
             keep: optimizer settings that keep their present values; ``"schedule"`` for DeepSpeed's schedule.
             states: False skips optimizer states, for another optimizer.
 

@@ -27,9 +27,9 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     text = HfArgumentParser(TrainingArguments, prog="train.py").format_help()
     _, *topics = text.split("\n\n")[1:]  # without the usage and -h
     wanted = (options.text or "").lower()
-    found = [topic for topic in topics if wanted in topic.lower()]
-    if not found:
+    matching = [topic for topic in topics if wanted in topic.lower()]
+    if not matching:
         names = [field.name for field in dataclasses.fields(TrainingArguments)]
         raise ConfigError(f"no argument or topic contains {options.text!r}.{did_you_mean(options.text, names)}")
-    print("\n\n".join(topic.rstrip("\n") for topic in found))
+    print("\n\n".join(topic.rstrip("\n") for topic in matching))
     return 0

@@ -37,7 +37,7 @@ def add_dtype(parser: argparse.ArgumentParser, default: str) -> None:
     """Add ``--dtype``, the type of weights, which becomes the name of one in torch; default: None.
 
     Args:
-        parser: of the subcommand.
+        parser: the subcommand's parser.
         default: what None means, for the help.
     """
     parser.add_argument(
@@ -119,7 +119,7 @@ def refuse_misspelled(command: str, unknown: Iterable[str], parser: argparse.Arg
     Args:
         command: the subcommand.
         unknown: the arguments that ``parser`` left.
-        parser: that of the subcommand.
+        parser: the subcommand's parser.
 
     Raises:
         ConfigError: names the option that was probably meant.

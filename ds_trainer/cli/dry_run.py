@@ -60,8 +60,8 @@ def rehearse_candidate(options: argparse.Namespace, config: Mapping[str, Any], c
 
 def _rehearse(options: argparse.Namespace, name: str, *args: Any) -> int:
     ranks = (options.dry_run, options.devices_per_node, _DEVICE_TYPE, options.device)
-    found = in_child_process(_call, name, (*args, *ranks), environment=_ENVIRONMENT)
-    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(found.lines()))
+    rehearsal = in_child_process(_call, name, (*args, *ranks), environment=_ENVIRONMENT)
+    print(json.dumps(asdict(rehearsal), indent=2) if options.json else "\n".join(rehearsal.lines()))
     return DONE
 
 

@@ -67,11 +67,11 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     data = options.data or shlex.split(_ask("Data (files, directories or patterns)", None))
     from ds_trainer.recipes.data_survey import survey
 
-    found = survey(data, start)
-    print(f"  {found.describe()}")
+    samples = survey(data, start)
+    print(f"  {samples.describe()}")
     devices = options.devices or (_ask(f"Devices ({FORMS})", default_devices()) if asks else default_devices())
     output = options.output or ""
-    wanted = new_recipe.Wanted(start, tuple(data), found, parse_devices(devices), output, options.teacher)
+    wanted = new_recipe.Wanted(start, tuple(data), samples, parse_devices(devices), output, options.teacher)
     task = options.task or _choose_task(wanted, asks)
     new_recipe.check_task(task, wanted)
     if start.is_bytes and task != "pretrain":

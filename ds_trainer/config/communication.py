@@ -85,9 +85,9 @@ def write_communication_sizes(
 
     Args:
         builder: has the precision.
-        stage: of ZeRO, 1 to 3.
+        stage: the ZeRO stage, 1 to 3.
         layout: the parallel layout.
-        shape: of the model.
+        shape: the model's shape.
         cluster: the machines; None if they are not known: sizes then follow from the width alone.
     """
     width, network = shape.hidden_size, Network.of(cluster, layout.tp)

@@ -100,16 +100,16 @@ def compile_config(
     Raises:
         ConfigError: with all problems at once, each with values, sources and remedy, if there is no collector.
     """
-    found = Problems(args.problems())
-    wrong_arguments = bool(found)
-    user = _user_settings(args, found)
+    collected = Problems(args.problems())
+    wrong_arguments = bool(collected)
+    user = _user_settings(args, collected)
     schema = load_schema()
     findings = schema.findings(user) if user is not None else []
-    found.extend(finding.sentence for finding in findings if finding.refused)
+    collected.extend(finding.sentence for finding in findings if finding.refused)
     config, shape = CompiledConfig(), shape or ModelShape()
     if not wrong_arguments:
         sizes = [f"{name}={size} ({args.where(name)})" for name in PARALLEL_SIZES if (size := getattr(args, name)) > 1]
-        found.extend(layout_problems(shape, layout, " and ".join(sizes)))
+        collected.extend(layout_problems(shape, layout, " and ".join(sizes)))
     if user is not None and not wrong_arguments:
         # Wrong values of the file are left out, so that everything else can be checked too.
         wrong = [finding for finding in findings if finding.refused]
@@ -132,23 +132,23 @@ def compile_config(
             context = RuleContext(builder.config, args, layout, device, environment, client_optimizer)
             return builder, broken_rules(context, builder.uncertain), context
 
-        builder, broken, context = compiled(found, file_wins=False)
+        builder, broken, context = compiled(collected, file_wins=False)
         if builder.conflicts:  # only what is wrong whichever of two values the user keeps
             other = compiled(Problems(), file_wins=True)[1]
             broken = [rule for rule in broken if rule in other]
-        found.extend(rule.sentence(context) for rule in broken if rule.refuses)
+        collected.extend(rule.sentence(context) for rule in broken if rule.refuses)
         config = builder.config
         unread = [finding.sentence for finding in findings if not finding.refused]
         unused = [rule.sentence(context) for rule in broken if not rule.refuses]
-        if not found and (unread or unused):
+        if not collected and (unread or unused):
             logger.warning(
                 "The DeepSpeed configuration has settings without effect. %s",
                 " ".join([*([schema.without_effect(unread)] if unread else []), *unused]),
             )
     if problems is None:
-        found.raise_if_any()
+        collected.raise_if_any()
     else:
-        problems.extend(found)
+        problems.extend(collected)
     return config
 
 

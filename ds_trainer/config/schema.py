@@ -90,7 +90,7 @@ class Field:
 _LEAF = Field("any")
 
 
-class Finding(NamedTuple):
+class KeyFinding(NamedTuple):
     """Something about a key of a file.
 
     Attributes:
@@ -117,7 +117,7 @@ class Schema:
         version: the described version of DeepSpeed.
         root: the section of the whole configuration.
         removed: keys that DeepSpeed has removed, by path, with their replacements.
-        unread: those of them that DeepSpeed does not refuse itself.
+        unread: the removed keys that DeepSpeed does not refuse itself.
         types: for ``optimizer`` and ``scheduler``: the parameters of each type, as a section by the type's name.
     """
 
@@ -134,27 +134,27 @@ class Schema:
 
     def field(self, path: str) -> Field | None:
         """The field at a dotted ``path``, or None."""
-        found: Field | None = self.root
+        field: Field | None = self.root
         for name in path.split("."):
-            if found is None or found.kind != "section":
+            if field is None or field.kind != "section":
                 return None
-            found = found.fields.get(found.aliases.get(name, name), _LEAF if found.open else None)
-        return found
+            field = field.fields.get(field.aliases.get(name, name), _LEAF if field.open else None)
+        return field
 
     def canonical(self, path: str) -> str:
         """``path`` without aliases: every key by its main name."""
-        names, found = [], self.root
+        names, field = [], self.root
         for name in path.split("."):
-            name = found.aliases.get(name, name)
+            name = field.aliases.get(name, name)
             names.append(name)
-            found = found.fields.get(name, _LEAF)
+            field = field.fields.get(name, _LEAF)
         return ".".join(names)
 
     def problems(self, root: Located) -> list[str]:
         """One sentence for everything in ``root`` that DeepSpeed does not accept; each begins with its source."""
         return [found.sentence for found in self.findings(root) if found.refused]
 
-    def findings(self, root: Located) -> list[Finding]:
+    def findings(self, root: Located) -> list[KeyFinding]:
         """What there is to say about the keys of ``root``: :meth:`problems`, and what DeepSpeed does not read."""
         return list(self._section(root, self.root, "", ""))
 
@@ -170,7 +170,7 @@ class Schema:
 
     # -- walking --------------------------------------------------------------------------------------------------
 
-    def _section(self, entry: Located, section: Field, path: str, home: str, off: bool = False) -> Iterator[Finding]:
+    def _section(self, entry: Located, section: Field, path: str, home: str, off: bool = False) -> Iterator[KeyFinding]:
         """What there is to say about a section that is written at ``path`` and belongs at ``home``.
 
         ``off``: it is inside of a block that is not enabled.
@@ -188,53 +188,55 @@ class Schema:
                     yield from self._unknown(below, key, section, path, home, off)
             elif name in given:
                 other, where = given[name]
-                yield Finding(full, f"{below.where}: {full} is another name of {other} ({where}); keep one of them.")
+                yield KeyFinding(full, f"{below.where}: {full} is another name of {other} ({where}); keep one of them.")
             elif not (off and section.fields[name].idle):
                 given[name] = (full, below.where)
                 yield from self._value(below, section.fields[name], full, main_name, off)
         if home in self.types:
             yield from self._typed(entry, home)
 
-    def _removed(self, entry: Located, path: str, name: str) -> Iterator[Finding]:
+    def _removed(self, entry: Located, path: str, name: str) -> Iterator[KeyFinding]:
         if name in self.unread and _is_off(entry):
-            yield Finding(path, _unread(path, entry), refused=False)
+            yield KeyFinding(path, _unread(path, entry), refused=False)
         else:
-            yield Finding(path, f"{entry.where}: {path} was removed from DeepSpeed. {self.removed[name]}")
+            yield KeyFinding(path, f"{entry.where}: {path} was removed from DeepSpeed. {self.removed[name]}")
 
-    def _unknown(self, entry: Located, key: str, section: Field, path: str, home: str, off: bool) -> Iterator[Finding]:
+    def _unknown(
+        self, entry: Located, key: str, section: Field, path: str, home: str, off: bool
+    ) -> Iterator[KeyFinding]:
         """An unknown key: refused where DeepSpeed refuses it, or where it takes another value than was meant."""
         full = _join(path, key)
         hint, meant, certain = self._meant(key, section, home)
         if self._installed is not None:
-            yield Finding(full, _unread(full, entry, hint), False, meant)
+            yield KeyFinding(full, _unread(full, entry, hint), False, meant)
             return
         field = self.field(meant) if meant else None
         certain &= field is None or (field.kind == "section") is isinstance(entry.value, dict)
         as_good_as_none = field is not None and meant.rpartition(".")[0] != home and _is_default(entry, field)
         changes = not off and certain and not as_good_as_none
         if section.strict or changes:
-            yield Finding(full, f"{entry.where}: unknown key {full}.{hint or ' Remove it.'}", True, meant)
+            yield KeyFinding(full, f"{entry.where}: unknown key {full}.{hint or ' Remove it.'}", True, meant)
             if field is not None and field.kind == "section" and isinstance(entry.value, dict):
                 yield from self._section(entry, field, full, meant)
         else:
-            yield Finding(full, _unread(full, entry, hint if meant else ""), False, meant)
+            yield KeyFinding(full, _unread(full, entry, hint if meant else ""), False, meant)
 
-    def _value(self, entry: Located, wanted: Field, path: str, home: str, off: bool = False) -> Iterator[Finding]:
+    def _value(self, entry: Located, wanted: Field, path: str, home: str, off: bool = False) -> Iterator[KeyFinding]:
         if wanted.replaced_by is not None:
             if not _is_off(entry):
-                yield Finding(path, f"{entry.where}: {path} is no longer used. {wanted.replaced_by}")
+                yield KeyFinding(path, f"{entry.where}: {path} is no longer used. {wanted.replaced_by}")
         elif wanted.refused is not None:
             if entry.value not in (None, AUTO):  # as good as no value
-                yield Finding(path, f"{entry.where}: {path} {wanted.refused}.")
+                yield KeyFinding(path, f"{entry.where}: {path} {wanted.refused}.")
         elif wanted.kind != "section":
-            yield from (Finding(path, sentence) for sentence in complaint(entry, wanted, path))
+            yield from (KeyFinding(path, sentence) for sentence in complaint(entry, wanted, path))
         elif isinstance(entry.value, dict):
             yield from self._section(entry, wanted, path, home, off)
         elif entry.value is not None:
             text = f"{path}={shown(entry)} must be a mapping such as {_example(wanted)}."
-            yield Finding(path, f"{entry.where}: {text}{remedy(entry.value, wanted)}")
+            yield KeyFinding(path, f"{entry.where}: {text}{remedy(entry.value, wanted)}")
 
-    def _typed(self, entry: Located, block: str) -> Iterator[Finding]:
+    def _typed(self, entry: Located, block: str) -> Iterator[KeyFinding]:
         """The problems of the type and the parameters of an optimizer or scheduler.
 
         The compiler checks which optimizers and parameters this package supports, together with conflicts with the
@@ -250,7 +252,7 @@ class Schema:
             name = kind.value
         else:
             near = did_you_mean(kind.value, kinds)
-            yield Finding(block, f"{kind.where}: {block}.type={shown(kind)} is not one of {', '.join(kinds)}.{near}")
+            yield KeyFinding(block, f"{kind.where}: {block}.type={shown(kind)} is not one of {', '.join(kinds)}.{near}")
             return
         if name is None or (params is not None and not isinstance(params.value, dict)):
             return
@@ -263,11 +265,11 @@ class Schema:
             elif block == "scheduler":
                 near = did_you_mean(key, kinds[name].fields)
                 path = f"{block}.params.{key}"
-                yield Finding(path, f"{below.where}: {name} has no parameter '{key}'.{near}")
+                yield KeyFinding(path, f"{below.where}: {name} has no parameter '{key}'.{near}")
         for key, field in kinds[name].fields.items():
             if field.required and (key not in given or given[key].value is None):
                 path = f"{block}.params.{key}"
-                yield Finding(path, f"{kind.where}: {block}.type={shown(kind)} needs {path}; add it.")
+                yield KeyFinding(path, f"{kind.where}: {block}.type={shown(kind)} needs {path}; add it.")
 
     def _meant(self, key: str, section: Field, home: str) -> tuple[str, str, bool]:
         """What an unknown key probably means: a hint, the key's right place, and whether it is no coincidence."""

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.arguments.enums import SelfTest, VerifyWeights
+from ds_trainer.arguments.enums import When
 from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.defaults import DefaultFlowCallback
@@ -221,7 +221,7 @@ class _Rehearsal:
         self._real = str(args.output_dir)
         self._link_checkpoints(Path(self._real).expanduser())
         args.output_dir = str(self._directory)
-        args.self_test, args.verify_weights = SelfTest.NEVER, VerifyWeights.NEVER
+        args.self_test, args.verify_weights = When.NEVER, When.NEVER
         if args.push_to_hub:
             args.push_to_hub = False
             self.not_rehearsed.append("the repository on the Hub (push_to_hub)")

@@ -46,7 +46,7 @@ def end_connections(store_port: int, store: Any = None) -> int:
 
     Args:
         store_port: port of the store, which the ranks still need.
-        store: of the process group, in which the ranks have published their addresses.
+        store: the process group's store, in which the ranks have published their addresses.
     """
     ended = 0
     known = _listening | _published(store)
@@ -106,12 +106,12 @@ def _internet_socket(descriptor: int) -> Iterator[socket.socket | None]:
 
 def _sockets() -> dict[int, str]:
     """The open sockets of this process: descriptor to name (``socket:[inode]``)."""
-    found = {}
+    sockets = {}
     for entry in _DESCRIPTORS.glob("*") if _DESCRIPTORS.is_dir() else ():
         try:
             name = os.readlink(entry)
         except OSError:  # closed in the meantime
             continue
         if name.startswith("socket:"):
-            found[int(entry.name)] = name
-    return found
+            sockets[int(entry.name)] = name
+    return sockets

@@ -153,9 +153,9 @@ def check_distinct_devices(store: Any, info: RankInfo, uuid: str, timeout: timed
     Costs at most seven store operations per rank, whatever the number of ranks.
 
     Args:
-        store: of all ranks, without the values of an earlier check.
+        store: shared by all ranks, without the values of an earlier check.
         info: this rank.
-        uuid: of its GPU.
+        uuid: the identity of this rank's GPU.
         timeout: how long to wait for the other ranks.
 
     Raises:

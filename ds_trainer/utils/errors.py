@@ -89,9 +89,9 @@ class ProblemGroups:
 
     def sentences(self) -> list[str]:
         """A sentence for each kind, and one for those that are not listed."""
-        found = [_sentence(group) for group in self._groups.values()]
+        sentences = [_sentence(group) for group in self._groups.values()]
         rest = self.count - sum(group.count for group in self._groups.values())
-        return [*found, f"{rest:,} more problems follow, {self.count:,} in all."] if rest else found
+        return [*sentences, f"{rest:,} more problems follow, {self.count:,} in all."] if rest else sentences
 
 
 def _sentence(group: _Group) -> str:

@@ -35,7 +35,7 @@ class Restart(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class Code:
     """One row of the table: an exit code (text for several), what it means, and what follows."""
 
     code: int | str
@@ -44,15 +44,17 @@ class Row:
 
 
 TABLE = (
-    Row(CANNOT_WORK, "the request cannot work", Restart.NEVER),
-    Row(STOPPED, "stopped at the request of a person", Restart.NEVER),
-    Row(REQUEUE, "stopped at a checkpoint by a signal or a time limit", Restart.ALWAYS),
-    Row(HUNG, "stalled, ended by the watchdog", Restart.AFTER_FAULT),
-    Row(INTERRUPTED, "interrupted by a person (Ctrl-C)", Restart.NEVER),
-    Row(_OTHER, "an error of the program: a Python error, too little GPU memory", Restart.NEVER),
-    Row(FAULT, "a device, NCCL, gloo, the network, a file system or a data loader process failed", Restart.AFTER_FAULT),
-    Row(_SIGNAL, "ended by signal N: 134 abort (NCCL's watchdog), 139 segfault, 137 kill", Restart.AFTER_FAULT),
-    Row(DONE, "done", Restart.NEVER),
+    Code(CANNOT_WORK, "the request cannot work", Restart.NEVER),
+    Code(STOPPED, "stopped at the request of a person", Restart.NEVER),
+    Code(REQUEUE, "stopped at a checkpoint by a signal or a time limit", Restart.ALWAYS),
+    Code(HUNG, "stalled, ended by the watchdog", Restart.AFTER_FAULT),
+    Code(INTERRUPTED, "interrupted by a person (Ctrl-C)", Restart.NEVER),
+    Code(_OTHER, "an error of the program: a Python error, too little GPU memory", Restart.NEVER),
+    Code(
+        FAULT, "a device, NCCL, gloo, the network, a file system or a data loader process failed", Restart.AFTER_FAULT
+    ),
+    Code(_SIGNAL, "ended by signal N: 134 abort (NCCL's watchdog), 139 segfault, 137 kill", Restart.AFTER_FAULT),
+    Code(DONE, "done", Restart.NEVER),
 )
 """In order of precedence, if ranks end with different codes; the last two kinds of fault have the same."""
 
@@ -70,7 +72,7 @@ _OWN_WORDS = (
 )
 
 
-def row_of(code: int) -> Row:
+def row_of(code: int) -> Code:
     """The row of :data:`TABLE` for an exit code."""
     exact = {row.code: row for row in TABLE}
     return exact.get(code) or exact[_SIGNAL if code > 128 else _OTHER]

@@ -67,7 +67,7 @@ class PeerFailure(RuntimeError):
     """Another rank failed, so this one cannot continue. The message names that rank and its error.
 
     Attributes:
-        exit_code: of this process, if nobody catches the exception: that of the other rank.
+        exit_code: how this process ends if nobody catches the exception: like the other rank.
     """
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
@@ -101,8 +101,8 @@ class _Watch:
     def report(self, error: BaseException, grace: float) -> bool:
         """Report this rank's failure to the others; whether all ranks failed within ``grace`` seconds."""
         if not isinstance(error, PeerFailure):  # otherwise the others would see it instead of its cause
-            found = {"rank": self.rank, "error": _described(error), "exit_code": code_of(error)}
-            self.notes.set_first(self._key("first"), found)
+            first = {"rank": self.rank, "error": _described(error), "exit_code": code_of(error)}
+            self.notes.set_first(self._key("first"), first)
         self.notes.add(self._key("count"))
         if self.notes.wait_for_count(self._key("count"), self.world_size, expiry(grace)) < self.world_size:
             return False

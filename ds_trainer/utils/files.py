@@ -41,7 +41,7 @@ def write_text_atomic(path: str | os.PathLike[str], text: str, private: bool = F
     A symbolic link at ``path`` is replaced; what it points at stays.
 
     Args:
-        path: of the file; missing directories are created.
+        path: the file; missing directories are created.
         text: written as UTF-8.
         private: only the owner may read it, because it may hold secrets; otherwise the umask decides.
     """

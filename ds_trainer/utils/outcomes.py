@@ -149,8 +149,8 @@ def read_outcomes(directory: Path, known: Mapping[int, RankOutcome] = {}) -> dic
         known: what an earlier call returned; only the files of other ranks are opened.
     """
     names = {_path(directory, rank).name for rank in known}
-    found = [RankOutcome(**read_json(directory / name)) for name in _outcome_names(directory) if name not in names]
-    return {one.rank: one for one in sorted([*known.values(), *found], key=lambda outcome: outcome.rank)}
+    new = [RankOutcome(**read_json(directory / name)) for name in _outcome_names(directory) if name not in names]
+    return {one.rank: one for one in sorted([*known.values(), *new], key=lambda outcome: outcome.rank)}
 
 
 def count_outcomes(directory: Path) -> int:

@@ -167,9 +167,9 @@ def free_port() -> int:
 def _from_launcher(environment: Mapping[str, str]) -> RankInfo:
     missing = [name for name in _LAUNCHER_NAMES if not environment.get(name)]
     if missing:
-        found = ", ".join(f"{name}={environment[name]}" for name in _LAUNCHER_NAMES if environment.get(name))
+        shown = ", ".join(f"{name}={environment[name]}" for name in _LAUNCHER_NAMES if environment.get(name))
         raise ConfigError(
-            f"The environment sets {found}, but not {', '.join(missing)}. Start with `ds-trainer launch`, `deepspeed`, "
+            f"The environment sets {shown}, but not {', '.join(missing)}. Start with `ds-trainer launch`, `deepspeed`, "
             "`torchrun`, `srun` or `mpirun`, or unset these variables to train in one process."
         )
     numbers = {name: _integer(environment, name) for name in _LAUNCHER_NAMES if name != "MASTER_ADDR"}

@@ -25,7 +25,7 @@ class Failure(NamedTuple):
 
     Attributes:
         text: which rank, and what happened to it.
-        exit_code: of the ranks that end with it.
+        exit_code: the code with which the ranks end.
         reported: whether it is an error that a rank has reported, so that the output of that rank has a traceback.
     """
 
@@ -39,7 +39,7 @@ class RollCall:
 
     Args:
         notes: the store.
-        rank, world_size: of this process.
+        rank, world_size: this process's rank, and the number of ranks.
         seconds: within which a living rank answers.
     """
 
@@ -58,7 +58,7 @@ class RollCall:
 
         Args:
             place: the key of the first failure.
-            error, exit_code: of this rank, which count as the cause if all ranks answer.
+            error, exit_code: this rank's error and code, which count as the cause if all ranks answer.
         """
         if not self._notes.set_first(place, {"rank": self._rank, _CALLS: True}):
             return

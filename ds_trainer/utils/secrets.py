@@ -191,14 +191,14 @@ def command_words(words: Sequence[str]) -> list[str]:
 @functools.lru_cache(maxsize=16)
 def _values_of_words(words: tuple[str, ...]) -> tuple[str, ...]:
     """The values of options that have the name of a secret: ``--token abc``, ``--token=abc``."""
-    found = []
+    values = []
     for before, word in zip(("", *words), words, strict=False):
         name, equals, value = word.partition("=")
         if equals and is_secret(name):
-            found.append(value)
+            values.append(value)
         elif _is_option(before) and not word.startswith("--"):
-            found.append(word)
-    return tuple(value for value in found if _is_distinctive(value))
+            values.append(word)
+    return tuple(value for value in values if _is_distinctive(value))
 
 
 def register_secret(value: str | None) -> None:
@@ -242,8 +242,8 @@ def redacted(text: str) -> str:
 
 def _of_environment() -> Iterable[str]:
     """Values of the environment variables that have the name of a secret."""
-    found = [value for name, value in os.environ.items() if is_secret(name) and _is_distinctive(value)]
-    return [value for value in found if not (value.startswith("/") and os.path.exists(value))]  # it names a file
+    values = [value for name, value in os.environ.items() if is_secret(name) and _is_distinctive(value)]
+    return [value for value in values if not (value.startswith("/") and os.path.exists(value))]  # it names a file
 
 
 def _without_named(text: str) -> str:

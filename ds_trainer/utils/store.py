@@ -221,14 +221,14 @@ def agree_on_name(store: Any, rank: int, world_size: int, seconds: float) -> str
     store.set(f"{_PREFIX}/token/{rank}", token)
     deadline, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
     longest = pause_of(_OPERATIONS * world_size, _POLL_SECONDS[1])
-    name, found = "", list[str]()
+    name, tokens = "", list[str]()
     keys = [f"{_PREFIX}/token/{one}" for one in range(world_size)] if rank == 0 else []
     while time.monotonic() < deadline:
         if rank == 0 and store.check(keys):
             present = [value.decode() for value in store.multi_get(keys)]
-            if present != found:
-                found, given = present, uuid.uuid4().hex
-                for other in found:
+            if present != tokens:
+                tokens, given = present, uuid.uuid4().hex
+                for other in tokens:
                     store.set(f"{_PREFIX}/name/{other}", given)
         if store.check([f"{_PREFIX}/name/{token}"]):
             given = store.get(f"{_PREFIX}/name/{token}").decode()

@@ -56,7 +56,7 @@ def start_torch_group(info: RankInfo, device_type: str, timeout: timedelta, stor
     Args:
         info: this rank; the port must be known.
         device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
-        timeout: of its collectives.
+        timeout: how long a collective of the group may take.
         store: rendezvous of ranks that have left a previous group; default: the one that the environment names.
 
     Raises:

@@ -42,7 +42,7 @@ class CopiedFile:
     """A shard file in host memory, and this rank's part of the model's files.
 
     Attributes:
-        name: of the file.
+        name: the file's name.
         header: its first bytes.
         blocks: the bytes of all shards.
         written: how many of these bytes the file holds, counted from the first.
@@ -96,7 +96,7 @@ class Snapshot:
     """A copy of checkpoint files. Later steps do not change it, once :meth:`copy_deferred` has returned.
 
     Args:
-        files: of one rank. Shard files are copied; the others must be in memory already.
+        files: one rank's files. Shard files are copied; the others must be in memory already.
         staging_buffer: memory for the copy. Overwrites the previous snapshot in the same buffer.
         may_defer: tells which shards :meth:`copy_deferred` may copy later; default: none.
 

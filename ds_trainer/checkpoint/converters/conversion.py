@@ -59,14 +59,14 @@ def other_format_at(path: Path) -> ConvertibleCheckpoint:
     Raises:
         ConfigError: there is no such checkpoint.
     """
-    found = detect_format(path)
-    if found is None:
+    checkpoint = detect_format(path)
+    if checkpoint is None:
         raise ConfigError(
             f"{path} is not a DeepSpeed checkpoint: there are no *_model_states.pt files in it or in the directory "
             "named by its file 'latest' or 'latest_universal'. It is not a transformers.Trainer checkpoint either: "
             "there is no trainer_state.json with optimizer.pt or training_args.bin."
         )
-    return found
+    return checkpoint
 
 
 def write_native(

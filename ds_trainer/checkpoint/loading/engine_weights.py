@@ -27,7 +27,7 @@ class _FileSource:
 
     Args:
         weights: the weight files.
-        shapes: those of the model's buffers.
+        shapes: the shapes of the model's buffers.
     """
 
     def __init__(self, weights: SavedModelWeights | SavedAdapterWeights, shapes: Shapes) -> None:

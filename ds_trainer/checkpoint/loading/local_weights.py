@@ -84,16 +84,16 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """Returns all parameters and persistent buffers, each once."""
     added = _added_by_adapters(model)
     prefix = _prefix_of(model, without_adapters(model))
-    found: dict[int, ModelTensor] = {}
+    entries: dict[int, ModelTensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        entry = found.setdefault(id(parameter), ModelTensor([], parameter, full_shape(parameter)))
+        entry = entries.setdefault(id(parameter), ModelTensor([], parameter, full_shape(parameter)))
         if id(parameter) in added or not name.startswith(prefix):
             entry.is_new = True
         entry.names.append(_in_file(name, prefix))
     for name, buffer in persistent_buffers(model):
         entry = ModelTensor([_in_file(name, prefix)], buffer, tuple(buffer.shape), is_buffer=True)
-        found.setdefault(id(buffer), entry)
-    return list(found.values())
+        entries.setdefault(id(buffer), entry)
+    return list(entries.values())
 
 
 def _added_by_adapters(model: nn.Module) -> set[int]:

@@ -104,10 +104,10 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ConfigError: an index is damaged, or lists a missing file.
     """
-    found = next((directory / name for name in FILES if (directory / name).is_file()), None)
-    if found is None or found.suffix != ".json":
-        return [] if found is None else [found]
-    return indexed_files(found)
+    first = next((directory / name for name in FILES if (directory / name).is_file()), None)
+    if first is None or first.suffix != ".json":
+        return [] if first is None else [first]
+    return indexed_files(first)
 
 
 def _no_read_ahead(tensor: torch.Tensor) -> None:

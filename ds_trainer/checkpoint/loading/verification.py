@@ -327,14 +327,14 @@ def _is_new(entry: ModelTensor, model: Any, allowed: bool | Sequence[str], missi
 
 def _nearest(missing: Sequence[str], expected: ExpectedWeights, files: SampledFiles) -> dict[str, str]:
     """Returns the most similar name in the files for each missing name; unexpected names are preferred."""
-    found = {}
+    nearest = {}
     for name in missing:
         last = name.rpartition(".")[2]
         others = [other for other in files.tensors if other.rpartition(".")[2] == last]
         for candidates in (expected.unexpected[:_MAX_CANDIDATES], others[:_MAX_CANDIDATES]):
             if near := difflib.get_close_matches(name, candidates, n=1):
-                found[name] = near[0]
+                nearest[name] = near[0]
                 break
         if name in expected.failed:
-            found[name] = expected.failed[name]
-    return found
+            nearest[name] = expected.failed[name]
+    return nearest

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     """A directory named ``checkpoint-N``.
 
     Attributes:
-        path: of the directory.
+        path: the directory.
         manifest: None if it is damaged or missing.
         problem: what is wrong with the manifest, if anything.
         is_ours: it has a manifest and is no link, so this package may remove it; anything else belongs to the user.
@@ -202,8 +202,10 @@ def _has_manifest(path: Path) -> bool:
 
 def _how_to_use(path: Path) -> str:
     """For a message about a directory without an intact manifest."""
-    found = None if _has_manifest(path) else detect_format(path)
-    return "" if found is None else f" {found.format.value} wrote it: resume_from_checkpoint={str(path)!r} reads it."
+    foreign = None if _has_manifest(path) else detect_format(path)
+    return (
+        "" if foreign is None else f" {foreign.format.value} wrote it: resume_from_checkpoint={str(path)!r} reads it."
+    )
 
 
 def _return_files(kept: Path, final: Path) -> None:

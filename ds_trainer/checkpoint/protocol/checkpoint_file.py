@@ -125,7 +125,7 @@ def load_pickle(path: Path, trusted: bool) -> Any:
     user's own schedule) is fully unpickled, and only if it is ``trusted``, because that may run any code.
 
     Args:
-        path: of the file.
+        path: the file.
         trusted: an intact manifest of this package lists the file, or the user vouched for it.
 
     Raises:

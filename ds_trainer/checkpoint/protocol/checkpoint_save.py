@@ -120,7 +120,7 @@ class CheckpointSave:
         """Write and publish the checkpoint. Collective.
 
         Args:
-            files: of this rank; each is written before the next one is requested.
+            files: this rank's files; each is written before the next one is requested.
             write_external: writes further files into a directory, collectively; they are added to the manifest.
 
         Returns:

@@ -31,7 +31,7 @@ class StoredFile(NamedTuple):
     """A file of an earlier checkpoint.
 
     Attributes:
-        path: of the file.
+        path: the file.
         record: its entry in that checkpoint's manifest.
         header: the first bytes that it must have.
     """
@@ -85,7 +85,7 @@ def find_damage(directory: Path, record: FileRecord, compare_checksum: bool = Tr
     """Returns what is wrong with a file, worded as the end of a sentence; None if it matches its record.
 
     Args:
-        directory: of the checkpoint.
+        directory: the checkpoint's directory.
         record: the manifest's entry for the file.
         compare_checksum: read the file and compare its checksum, not only its size.
     """

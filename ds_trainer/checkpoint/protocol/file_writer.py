@@ -24,7 +24,7 @@ class CheckpointFileWriter:
         directory: an existing directory.
 
     Attributes:
-        records: of the files written so far.
+        records: one for each file written so far.
     """
 
     def __init__(self, directory: Path) -> None:

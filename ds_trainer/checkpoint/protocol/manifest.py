@@ -42,13 +42,13 @@ class Manifest:
         save_id: identifies the save; the same in the directories of all nodes.
         node, nodes: with ``save_on_each_node``, the index of this directory and the number of directories; else 0, 1.
         layout: sizes of the axes, and ``world_size``.
-        zero_stage: of the engine that wrote it.
+        zero_stage: the stage of the engine that wrote it.
         precision: type of the weights: bf16, fp16 or fp32.
         only_model: it holds weights only and cannot be resumed from.
         engine: how the engine's state is stored: :data:`SHARDS` or :data:`DEEPSPEED`.
         arguments: SHA-256 of the training arguments as JSON.
         written: seconds since 1970.
-        versions: of this package, torch, deepspeed and python.
+        versions: the versions of this package, torch, deepspeed and python.
         files: records by name.
         writer, format: the package that wrote it, and the version of its format.
     """

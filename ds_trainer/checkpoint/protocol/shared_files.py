@@ -101,7 +101,7 @@ class SharedFiles:
     """The shared files of one checkpoint, from the view of one rank.
 
     Args:
-        directory: of the checkpoint; it exists.
+        directory: the checkpoint's directory, which exists.
         files: the same on all ranks.
 
     Attributes:

@@ -58,7 +58,7 @@ class FrozenFiles:
     """Tracks which weights are frozen, and which checkpoint on disk holds them. One per training.
 
     Args:
-        names: of the frozen parameters; the same on all ranks.
+        names: the frozen parameters; the same on all ranks.
     """
 
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
@@ -96,7 +96,7 @@ class FrozenFiles:
         """Returns the stored copy of a file of frozen weights; None if there is none or the weights have changed.
 
         Args:
-            name: of the file.
+            name: the file's name.
             header: the first bytes that the stored file must have.
         """
         if not self._unchanged or self._checkpoint is None or name not in self._records:

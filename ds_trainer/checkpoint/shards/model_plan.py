@@ -47,7 +47,7 @@ class ModelPlan:
         """Returns where the model's files hold the elements of ``shard``; None if this rank does not write them there.
 
         Args:
-            shard: of the engine's state.
+            shard: a part of the engine's state.
             is_writer: whether this rank writes the buffers, of which every rank has a full copy.
         """
         kinds: Collection[str] = (MASTER, WEIGHT, BUFFER) if is_writer else (MASTER, WEIGHT)

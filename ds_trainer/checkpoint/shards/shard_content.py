@@ -22,7 +22,7 @@ class ShardContent:
     """Shards of tensors. They are views of the engine's state: the next step changes them.
 
     Attributes:
-        name: of the file.
+        name: the file's name.
         shards: the tensors.
         scalars: single-value states of parameters: ``{parameter: {key: value}}``.
         locate: tells where the model's files hold the elements of a shard.
@@ -75,7 +75,7 @@ def write_in_place(files: SharedFiles, writes: Sequence[InPlaceWrite]) -> None:
     A slice along an inner dimension takes one write per row, because the file holds whole rows.
 
     Args:
-        files: of the checkpoint.
+        files: the checkpoint's shared files.
         writes: sorted by file.
     """
     for name, of_file in groupby(writes, lambda write: write.stored.file):

@@ -165,7 +165,7 @@ class ShardFile:
     process.
 
     Attributes:
-        slices: of the shards, by key.
+        slices: the slice of each shard, by key.
         kinds: the kinds of state of each tensor, with the types of their elements.
         scalars: the single-value optimizer states of each parameter.
         in_model: the locations of the shards that only the model's files hold.

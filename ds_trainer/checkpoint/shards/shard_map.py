@@ -128,7 +128,7 @@ def build_shard_map(
     """Returns the map of the files ``names``. Each rank reads the headers of some of them. Collective.
 
     Args:
-        names: of the files.
+        names: the files' names.
         assigned: the part of ``names`` that this rank reads.
         ranks: the ranks that share the directory; None for all.
         read: opens a file.

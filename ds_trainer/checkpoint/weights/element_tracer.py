@@ -54,7 +54,7 @@ class TracedElements(NamedTuple):
     indices: Indices
 
 
-class Part(NamedTuple):
+class SourceBox(NamedTuple):
     """A box of a traced tensor; its view indexes the elements of ``source``, starting at the source's first one."""
 
     source: str
@@ -65,12 +65,12 @@ class TracedTensor(NamedTuple):
     """The boxes that a tensor consists of."""
 
     shape: tuple[int, ...]
-    parts: list[Part]
+    parts: list[SourceBox]
 
     @classmethod
     def of(cls, source: str, shape: Sequence[int], strides: Sequence[int]) -> TracedTensor:
         """Returns a tensor that consists of one whole source."""
-        return cls(tuple(shape), [Part(source, Box((0,) * len(shape), StridedView(tuple(shape), tuple(strides))))])
+        return cls(tuple(shape), [SourceBox(source, Box((0,) * len(shape), StridedView(tuple(shape), tuple(strides))))])
 
 
 class ElementTracer(TorchDispatchMode):
@@ -131,13 +131,13 @@ class ElementTracer(TorchDispatchMode):
         view = StridedView(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         return TracedTensor(view.shape, list(self._boxes(tensor, view, (0,) * tensor.dim())))
 
-    def _boxes(self, owner: torch.Tensor, view: StridedView, origin: tuple[int, ...]) -> Iterator[Part]:
+    def _boxes(self, owner: torch.Tensor, view: StridedView, origin: tuple[int, ...]) -> Iterator[SourceBox]:
         """Yields the parts of ``view``, a view of the storage of ``owner`` that begins at ``origin`` of the result."""
         producer = self._producers.get(_storage(owner))
         if producer is None:
             raise UntraceableOperation("a tensor that does not come from the files")
         if isinstance(producer, _Source):
-            yield Part(producer.name, Box(origin, view))
+            yield SourceBox(producer.name, Box(origin, view))
             return
         result, dim = producer.result, producer.dim
         if 0 in view.shape:

@@ -92,14 +92,14 @@ class ModelDescription:
     def file_sections(self, dtype: torch.dtype | None = None) -> list[Section]:
         """Returns the sections of the weight files; floating-point tensors get ``dtype``, if given."""
         weights = {tensor.name: tensor.weight(dtype) for tensor in self.tensors}
-        found = {name: Section.of(weight) for name, weight in weights.items()}
+        sections = {name: Section.of(weight) for name, weight in weights.items()}
         for names, entries in self.sections:
             tensors = tuple(weights[name] for name in names)
             listed = tuple(WeightSpec(name, tuple(shape), tensors[0].dtype) for name, shape in entries)
             for name in names[1:]:
-                del found[name]
-            found[names[0]] = Section(tensors, listed)
-        return list(found.values())
+                del sections[name]
+            sections[names[0]] = Section(tensors, listed)
+        return list(sections.values())
 
     @classmethod
     def read(cls, checkpoint: Path) -> ModelDescription:

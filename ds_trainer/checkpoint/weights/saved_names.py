@@ -54,15 +54,15 @@ def sections_of(model: nn.Module, weights: Sequence[WeightSpec]) -> list[Section
 
 
 def _sections(model: Any, weights: Mapping[str, WeightSpec]) -> list[Section]:
-    found: list[Section] = []
+    sections: list[Section] = []
     for group in _groups(model, weights):
         try:
-            found += group.sections(model)
+            sections += group.sections(model)
         except Exception:  # it computes, accesses more than shapes, or has no runs: the names of the model are used
-            found += [Section.of(weight) for weight in group.tensors]
-    count = Counter(entry.name for section in found for entry in section.entries)
+            sections += [Section.of(weight) for weight in group.tensors]
+    count = Counter(entry.name for section in sections for entry in section.entries)
     unique = []
-    for section in found:
+    for section in sections:
         if any(count[entry.name] > 1 for entry in section.entries):  # conversions that cannot be reversed
             unique += [Section.of(weight) for weight in section.tensors]
         else:

@@ -176,10 +176,10 @@ def _verify_file(path: Path, weights: Sequence[WeightSpec], checksum: int) -> No
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):  # read from disk, not from the page cache
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found = 0
+        written = 0
         while chunk := stream.read(_CHUNK):
-            found = zlib.crc32(chunk, found)
-    if found != checksum:
+            written = zlib.crc32(chunk, written)
+    if written != checksum:
         raise WeightFilesError(f"{path} reads back differently than it was written: the disk or its driver is faulty.")
     listed = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in read_header(path).items()}
     if listed != {weight.name: (weight.shape, TYPES[weight.dtype]) for weight in weights}:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.arguments.enums import SelfTest
+from ds_trainer.arguments.enums import When
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
@@ -130,17 +130,17 @@ def stamp_name(config: CompiledConfig, device: torch.device) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32] + ".json"
 
 
-def mode_of(args: TrainingArguments) -> SelfTest:
+def mode_of(args: TrainingArguments) -> When:
     """``self_test``; the environment variable :data:`ENVIRONMENT` says what ``auto`` means.
 
     Raises:
         ConfigError: the variable has an unknown value.
     """
-    requested = SelfTest(str(args.self_test))
+    requested = When(str(args.self_test))
     default = os.environ.get(ENVIRONMENT, "auto")
-    if default not in [mode.value for mode in SelfTest]:
+    if default not in [mode.value for mode in When]:
         raise ConfigError(f"The environment variable {ENVIRONMENT}={default!r} must be auto, always or never.")
-    return SelfTest(default) if requested == SelfTest.AUTO else requested
+    return When(default) if requested == When.AUTO else requested
 
 
 def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> GradientReport | None:
@@ -155,8 +155,8 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     mode = mode_of(args)
     changed = args.process_index == 0 and warn_of_changes(stamp_directory().with_name("libraries"), mode.value)
     layout = _tested_layout(layout)
-    config = None if mode == SelfTest.NEVER else self_test_config(args, compiled, layout)
-    wanted = config is not None and (mode == SelfTest.ALWAYS or changed or not _stamp(config, args.device).is_file())
+    config = None if mode == When.NEVER else self_test_config(args, compiled, layout)
+    wanted = config is not None and (mode == When.ALWAYS or changed or not _stamp(config, args.device).is_file())
     if not distributed.agree(torch.tensor([int(wanted)]))[0]:
         return None
     config = config or self_test_config(args, compiled, layout)

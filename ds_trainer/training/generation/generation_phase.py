@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ds_trainer.arguments.enums import GenerationGather
+from ds_trainer.arguments.enums import When
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.engine.whole_weights import (
     are_whole,
@@ -61,7 +61,7 @@ class GenerationPhase:
             yield
 
     @contextmanager
-    def weights(self, gather: GenerationGather | None = None) -> Iterator[None]:
+    def weights(self, gather: When | None = None) -> Iterator[None]:
         """Inside, with ZeRO-3, the weights are gathered if ``gather`` or ``generation_gather`` says so.
 
         Entering is collective, unless the weights are whole already. The outermost context decides.
@@ -80,15 +80,15 @@ class GenerationPhase:
                 if not gathers and sharded_parameters(engine):
                     forget_order_of_modules(engine)
 
-    def _gathers(self, engine: Any, gather: GenerationGather | None) -> bool:
+    def _gathers(self, engine: Any, gather: When | None) -> bool:
         parameters = sharded_parameters(engine)
         if not parameters or are_whole(parameters):
             return bool(parameters)
         choice = gather or self._args().generation_gather
         # TRL's argument of this meaning; with its True, TRL has gathered the weights itself.
-        if choice == GenerationGather.NEVER or getattr(self._args(), "ds3_gather_for_generation", None) is False:
+        if choice == When.NEVER or getattr(self._args(), "ds3_gather_for_generation", None) is False:
             return False
-        return choice == GenerationGather.ALWAYS or whole_weights_fit(engine)
+        return choice == When.ALWAYS or whole_weights_fit(engine)
 
 
 @contextmanager

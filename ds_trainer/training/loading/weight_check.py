@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_trainer.arguments.enums import VerifyWeights
+from ds_trainer.arguments.enums import When
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.engine.loading.weight_source import WeightSource, attached_weight_source
 from ds_trainer.engine.weights import without_adapters
@@ -146,7 +146,7 @@ class WeightCheck:
         """
         self.result = self.summary = None
         origin = note_origin(model)
-        if origin is not None and args.verify_weights != VerifyWeights.NEVER:
+        if origin is not None and args.verify_weights != When.NEVER:
             self._compare(model, origin, args, engine)
 
     def restarted(self, model: nn.Module, directory: Path, args: TrainingArguments, engine: TrainingEngine) -> None:
@@ -155,7 +155,7 @@ class WeightCheck:
 
         self.result = self.summary = None
         # The shards of a checkpoint have checksums, which were verified when they were read.
-        if args.verify_weights != VerifyWeights.NEVER and not holds_shards(directory):
+        if args.verify_weights != When.NEVER and not holds_shards(directory):
             self._compare(model, WeightOrigin(str(directory), directory, untouched=True), args, engine)
 
     def _compare(
@@ -167,7 +167,7 @@ class WeightCheck:
     ) -> None:
         from ds_trainer.checkpoint.loading.verification import verify_weights
 
-        always = args.verify_weights == VerifyWeights.ALWAYS
+        always = args.verify_weights == When.ALWAYS
         if any(distributed.agree(torch.tensor([int(origin.directory is None)]))):
             self.summary = f"not compared with {origin.name}: its files are not on every machine"
             if always:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.arguments.enums import GenerationGather
+from ds_trainer.arguments.enums import When
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.loop.run_plan import evaluation_plan_of
 from ds_trainer.training.model.cache import without_cache
@@ -168,7 +168,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
         return self._ds_trainer.evaluator.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     @contextmanager
-    def unwrap_model_for_generation(self, gather: GenerationGather | str | None = None) -> Iterator[nn.Module]:
+    def unwrap_model_for_generation(self, gather: When | str | None = None) -> Iterator[nn.Module]:
         """Inside, the model is ready for ``generate``: in evaluation mode and, with ZeRO-3, with its weights gathered
         once if ``generation_gather`` says so. Each replica may then generate as often and as long as it needs, or not
         at all. Entering is collective.
@@ -184,7 +184,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
         from ds_trainer.training.generation.generation_phase import evaluation_mode
 
         phase = self._ds_trainer.engines.generation
-        choice = None if gather is None else GenerationGather(str(gather))
+        choice = None if gather is None else When(str(gather))
         with nullcontext() if phase is None else phase.weights(choice), evaluation_mode(self.model):
             yield self.model
 
