@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from ds_trainer.checkpoint.converters.conversion import ConversionResult, other_format_at, write_native
+from ds_trainer.checkpoint.converters.deepspeed_reader import model_files
 from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
-from ds_trainer.checkpoint.converters.universal_reader import model_files
 from ds_trainer.checkpoint.converters.universal_writer import write_universal
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_trainer.checkpoint.converters.deepspeed_reader import ConvertedState, UniversalCheckpoint, Zero0Checkpoint
 from ds_trainer.checkpoint.converters.transformers_reader import RunningModel, TransformersCheckpoint
-from ds_trainer.checkpoint.converters.universal_reader import ConvertedState, UniversalCheckpoint
-from ds_trainer.checkpoint.converters.zero0_reader import Zero0Checkpoint
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, InMemoryFile
 from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.checkpoint.protocol.other_formats import (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.converters.universal_reader import ConvertedState, without_parameters
+from ds_trainer.checkpoint.converters.deepspeed_reader import ConvertedState, whole_shard, without_parameters
 from ds_trainer.checkpoint.loading.saved_weights import SavedAdapterWeights, SavedModelWeights
 from ds_trainer.checkpoint.protocol.other_formats import load_deepspeed_pickle
 from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
@@ -23,10 +23,8 @@ from ds_trainer.checkpoint.weights.base_digest import BaseDigest
 from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.state.state_shards import (
     BUFFER,
-    MASTER,
     WEIGHT,
     StateShard,
-    elementwise,
     scalar_state_keys,
 )
 from ds_trainer.engine.weights import full_shape
@@ -111,20 +109,16 @@ class TransformersCheckpoint:
         self.weights.check({**parameters, **buffers})
         shapes = {name: torch.empty(full_shape(parameters[name]), device="meta") for name in self._numbers}
         scalar_keys = scalar_state_keys((shapes[name], self._state_of(name)) for name in shapes)
-        for name in shapes:
-            yield self._weight(name, MASTER, shapes[name].shape, torch.float32)
-            states = self._state_of(name)
-            tensors = elementwise(shapes[name], states, scalar_keys)
-            for key, value in tensors.items():
+        for name, shape in shapes.items():
+            master = self._weight(name, shape.shape, torch.float32)
+            for shard in self.state.shards_of(name, master, self._state_of(name), scalar_keys):
                 # A 16-bit model has 16-bit states; states of master weights are float32.
-                flat = value.reshape(-1).float() if value.is_floating_point() else value.reshape(-1)
-                yield StateShard(name, key, ShardSlice.whole(value.shape), flat)
-            for key in states.keys() - tensors.keys():
-                self.state.scalars.setdefault(name, {})[key] = states[key]
+                is_float = shard.tensor.is_floating_point()
+                yield shard._replace(tensor=shard.tensor.float()) if is_float else shard
         for name, tensor in (*parameters.items(), *buffers.items()):
             if name not in shapes and self.weights.has(name):
-                kind = BUFFER if name in buffers else WEIGHT
-                yield self._weight(name, kind, full_shape(tensor), tensor.dtype)
+                weight = self._weight(name, full_shape(tensor), tensor.dtype)
+                yield whole_shard(name, BUFFER if name in buffers else WEIGHT, weight)
         self.weights.close()
 
     def schedule(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,11 +139,11 @@ class TransformersCheckpoint:
                 state[key] = [value for index, value in enumerate(state[key]) if index in self.group_indices]
         return state
 
-    def _weight(self, name: str, kind: str, shape: Sequence[int], dtype: torch.dtype) -> StateShard:
+    def _weight(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         whole = ShardSlice.whole(shape)
         target = torch.empty(len(whole), dtype=dtype)
         self.weights.fill(name, whole, target)
-        return StateShard(name, kind, whole, target)
+        return target.view(tuple(shape))
 
     def _read_optimizer(self, trusted: bool) -> tuple[Mapping[int, Any], list[dict[str, Any]]]:
         path = self._directory / _OPTIMIZER
