@@ -2,8 +2,8 @@
 
 ZeRO 1 to 3: DeepSpeed assembles its shards (``deepspeed.checkpoint.ds_to_universal``). :class:`UniversalCheckpoint`
 reads the resulting files: ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``, ``zero/optimizer_state.pt``, and the
-tensors in the model files that no optimizer steps. ZeRO 0 has no shards: one file, whose optimizer numbers parameters without
-names (:class:`Zero0Checkpoint`).
+tensors in the model files that no optimizer steps. ZeRO 0 has no shards: one file, whose optimizer numbers parameters
+without names (:class:`Zero0Checkpoint`).
 """
 
 from __future__ import annotations
