@@ -33,7 +33,7 @@ from live_tensors import LiveTensors
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.training.model.activation_offload import HostBuffers
-from ds_trainer.utils.sizes import parse_tokens
+from ds_trainer.utils.units import parse_tokens
 from tests.support.pool import close_pools, pool
 
 RANKS = 4

@@ -18,7 +18,7 @@ from ds_trainer.data.stream import StreamLoader
 from ds_trainer.engine.weights import host_copies, plan_shards
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.units import parse_size
 
 if TYPE_CHECKING:
     from ds_trainer.engine.training_engine import TrainingEngine

@@ -14,7 +14,7 @@ from ds_trainer.arguments.enums import CHOICES, DebugOption, IntervalStrategy, L
 from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES, parallel_sizes
 from ds_trainer.arguments.redefined import is_redefined
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.sizes import parse_tokens
+from ds_trainer.utils.units import parse_tokens
 
 # Fields that take a mapping, or its JSON text on a command line. Any other text is the path of a file.
 JSON_FIELDS = (

@@ -13,7 +13,7 @@ from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.step_line import phrases, step_line
-from ds_trainer.monitor.units import human_duration
+from ds_trainer.utils.units import human_duration
 
 # Short enough to leave the bar some width on 80 columns: all other values are in the lines above it.
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"

@@ -18,7 +18,7 @@ from ds_trainer.cli.argv import add_recipe
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.ranks import resolve_ranks
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.units import parse_size
 
 if TYPE_CHECKING:
     from ds_trainer.monitor.doctor.examination import Request

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_trainer.engine.loading.load_report import LoadReport
-from ds_trainer.monitor.units import counted, human_bytes, human_count, human_operations
 from ds_trainer.utils.printable import one_line
 from ds_trainer.utils.secrets import redacted
+from ds_trainer.utils.units import counted, human_bytes, human_count, human_operations
 
 
 @dataclass(frozen=True)

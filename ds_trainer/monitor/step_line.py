@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 from ds_trainer.monitor.metrics_file import LOSSES, plain
-from ds_trainer.monitor.units import human_bytes, human_count, human_duration
 from ds_trainer.utils.printable import one_line
 from ds_trainer.utils.secrets import redacted
+from ds_trainer.utils.units import human_bytes, human_count, human_duration
 
 _HIDDEN = ("step", "epoch", "total_flos")  # the first two start the line; the third is not for the console
 

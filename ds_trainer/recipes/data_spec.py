@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ds_trainer.arguments.checks.value_checks import length_problems
 from ds_trainer.samples.sources.spec import FileFormat, SourceSpec
-from ds_trainer.utils.sizes import parse_tokens
+from ds_trainer.utils.units import parse_tokens
 
 TRAIN_ON = ("assistant", "last_turn", "all")
 ROLES = ("system", "user", "assistant", "tool")

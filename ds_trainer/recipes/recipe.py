@@ -43,7 +43,7 @@ from ds_trainer.recipes.task import TaskSpec, complete_short_forms
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file, shortened
-from ds_trainer.utils.sizes import parse_tokens
+from ds_trainer.utils.units import parse_tokens
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ds_trainer
-from ds_trainer.monitor.units import counted, human_duration
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
 from ds_trainer.utils.printable import shown
 from ds_trainer.utils.secrets import without_secrets
+from ds_trainer.utils.units import counted, human_duration
 
 if TYPE_CHECKING:
     from ds_trainer.training.trainer import Trainer

@@ -7,11 +7,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.monitor.units import counted
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.run_results import final_evaluation, finished_in, train_and_report
 from ds_trainer.recipes.task_data import TaskData
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from ds_trainer.training.train_loop import TrainOutput

@@ -35,7 +35,6 @@ from ds_trainer.engine.fake_group import MadeGroups, fake_process_group
 from ds_trainer.engine.loading.weight_source import WeightSource, attach_weight_source, attached_weight_source
 from ds_trainer.engine.meta_engine import engines_on_meta, move_to_meta, updated_elements
 from ds_trainer.engine.weights import full_numel
-from ds_trainer.monitor.units import counted, human_bytes, human_count
 from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.training.loading.weight_check import WeightCheck
 from ds_trainer.training.loop.training_run import TrainingRun
@@ -45,6 +44,7 @@ from ds_trainer.training.resume.resumption import Resumption, weights_directory
 from ds_trainer.utils import failures
 from ds_trainer.utils.devices import planned_device_type
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from ds_trainer.utils.errors import ConfigError, did_you_mean, listed
 from ds_trainer.utils.files import read_json, read_user_file, write_json, write_text_atomic
 from ds_trainer.utils.printable import one_line, printable
 from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process, set_seed
-from ds_trainer.utils.sizes import parse_size, parse_tokens
+from ds_trainer.utils.units import parse_size, parse_tokens
 
 
 def test_one_problem_is_a_sentence_and_several_are_numbered() -> None:

@@ -16,7 +16,7 @@ from ds_trainer.arguments.parallelism_config import parallelism_config_problems
 from ds_trainer.arguments.redefined import is_redefined, packs
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.ranks import resolve_ranks
-from ds_trainer.utils.sizes import parse_size, parse_tokens
+from ds_trainer.utils.units import parse_size, parse_tokens
 
 _POSITIVE_INTEGER = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"

@@ -13,6 +13,7 @@ from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, SHARDS, Broke
 from ds_trainer.checkpoint.weights.model_description import DESCRIPTION_FILE, ModelDescription
 from ds_trainer.parallel.layout import AXES
 from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.units import human_bytes
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -113,12 +114,3 @@ def _model_rows(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str
     if manifest.engine == SHARDS:
         kinds = CheckpointWeights(checkpoint).bytes_by_kind()
         yield "state", ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds.items())
-
-
-def human_bytes(size: float) -> str:
-    """``842 B``, ``12.3 kB``, ``1.05 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

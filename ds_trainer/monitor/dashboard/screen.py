@@ -10,8 +10,8 @@ from ds_trainer.monitor.memory import BYTES_PER_GB
 from ds_trainer.monitor.report.outcome import Outcome, outcome_of
 from ds_trainer.monitor.report.run_files import RunFiles, is_number
 from ds_trainer.monitor.step_line import phrases
-from ds_trainer.monitor.units import human_bytes, human_count, human_duration
 from ds_trainer.utils.printable import one_line
+from ds_trainer.utils.units import human_bytes, human_count, human_duration
 
 _SIDE_BY_SIDE = 90  # characters from which two curves stand side by side
 _RATE_RECORDS = 200  # records that the estimated time is computed from

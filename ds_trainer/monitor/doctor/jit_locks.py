@@ -17,8 +17,8 @@ import psutil
 
 from ds_trainer.monitor.doctor.file_holders import holders, sees_whole_machine
 from ds_trainer.monitor.doctor.findings import Finding, Level
-from ds_trainer.monitor.units import human_duration
 from ds_trainer.utils.compiler_caches import on_network
+from ds_trainer.utils.units import human_duration
 
 YOUNG_SECONDS = 60.0
 """A new lock may belong to another machine, whose clock differs a little."""

@@ -14,8 +14,8 @@ from ds_trainer.checkpoint.loading.range_reader import RangeReader
 from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_tensors
 from ds_trainer.checkpoint.weights.strided_views import StridedView
 from ds_trainer.monitor.doctor.findings import Finding, Level
-from ds_trainer.monitor.units import human_bytes, human_duration
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import human_bytes, human_duration
 
 SAMPLE_BYTES = 4 * 10**9
 """Largest sample, by default."""

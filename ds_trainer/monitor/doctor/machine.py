@@ -12,9 +12,9 @@ import psutil
 
 from ds_trainer.monitor.doctor.file_holders import mapped_files
 from ds_trainer.monitor.doctor.findings import Finding, Level
-from ds_trainer.monitor.units import human_bytes
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
 from ds_trainer.utils.open_files import open_file_problem
+from ds_trainer.utils.units import human_bytes
 
 GB = 10**9
 FEW_INODES = 10_000

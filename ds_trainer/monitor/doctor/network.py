@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ds_trainer.monitor.doctor.findings import Finding, Level
-from ds_trainer.monitor.units import human_bytes
 from ds_trainer.utils import distributed
 from ds_trainer.utils.ranks import RankInfo
+from ds_trainer.utils.units import human_bytes
 
 _INTERFACES = Path("/sys/class/net")
 _INFINIBAND = Path("/sys/class/infiniband")

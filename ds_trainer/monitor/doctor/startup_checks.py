@@ -22,10 +22,10 @@ from ds_trainer.monitor.doctor.versions import (
     script_digest,
     versions,
 )
-from ds_trainer.monitor.units import human_duration
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
+from ds_trainer.utils.units import human_duration
 
 logger = get_logger(__name__)
 

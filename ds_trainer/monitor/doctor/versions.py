@@ -23,7 +23,7 @@ from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.monitor.doctor.findings import Finding, Level, RankHost, hosts_text
-from ds_trainer.monitor.units import human_bytes
+from ds_trainer.utils.units import human_bytes
 
 _PACKAGES = ("deepspeed", "transformers", "datasets", "accelerate", "peft", "numpy", "safetensors")
 _PACKAGE = Path(__file__).parents[2]

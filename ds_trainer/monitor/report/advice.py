@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ds_trainer.monitor import throughput
 from ds_trainer.monitor.report.run_files import RunFiles
 from ds_trainer.monitor.report.time_use import ENGINE, PROCESS, TimeUse
-from ds_trainer.monitor.units import human_bytes, human_duration
+from ds_trainer.utils.units import human_bytes, human_duration
 
 _DATA_WAIT = 0.1  # of the time of steps
 _FREE_MEMORY = 0.5  # of the limit

@@ -17,7 +17,7 @@ from ds_trainer.monitor.report.page import (
     speed_texts,
     state_name,
 )
-from ds_trainer.monitor.units import human_duration
+from ds_trainer.utils.units import human_duration
 
 
 def comparison_of(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from ds_trainer.arguments.serialize import plain
-from ds_trainer.monitor.units import human_bytes
 from ds_trainer.utils.secrets import command_words, is_secret, masked, without_secrets
+from ds_trainer.utils.units import human_bytes
 
 _PACKAGES = ("ds_trainer", "deepspeed", "torch", "transformers", "datasets", "tokenizers", "peft", "accelerate")
 _GIT_SECONDS = 5.0

@@ -11,7 +11,7 @@ from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.charts import SERIES, Chart, Series, draw, histogram, shares, smoothed
 from ds_trainer.monitor.report.html import rows_table, section, shown, table
 from ds_trainer.monitor.report.run_files import is_number
-from ds_trainer.monitor.units import human_bytes, human_count, human_duration
+from ds_trainer.utils.units import human_bytes, human_count, human_duration
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "learning_rate": lambda value: f"{value:.2g}",

@@ -17,7 +17,7 @@ from ds_trainer.monitor.report.figures import (
     time_section,
 )
 from ds_trainer.monitor.report.html import card, rows_table, section, shown, table
-from ds_trainer.monitor.units import human_count, human_duration
+from ds_trainer.utils.units import human_count, human_duration
 
 _GOOD, _BAD, _OPEN = ("finished",), ("failed", "diverged", "killed"), ("stopped", "running", "unknown")
 _STATES = {

@@ -29,7 +29,7 @@ from ds_trainer.utils.failures import fails_together
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.printable import shown
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.units import parse_size
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ds_trainer.monitor.units import human_bytes
 from ds_trainer.planner.calibration import Calibration
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.estimate import MemoryEstimate, estimate_memory
@@ -14,6 +13,7 @@ from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.step_time import StepTime, step_time
 from ds_trainer.training.job_devices import JobDevices
+from ds_trainer.utils.units import human_bytes
 
 MEMORY_ERROR = 0.10
 """Share by which the predicted memory may be too high: only a run beyond it is refused."""

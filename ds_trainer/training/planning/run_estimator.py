@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.monitor.units import human_bytes
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import Calibration, read_calibration, record_run
 from ds_trainer.planner.plan_report import seconds
@@ -21,6 +20,7 @@ from ds_trainer.training.startup.configuration import TrainerInputs
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import human_bytes
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from ds_trainer.engine.state.buffers import Shapes, buffer_shapes
 from ds_trainer.optim.weight_swapping import swaps_weights
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.units import parse_size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,7 @@ from pathlib import Path
 from ds_trainer.checkpoint.protocol.retention import bytes_on_disk
 from ds_trainer.checkpoint.weights.checkpoint_size import CheckpointSize
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.units import parse_size
 
 logger = get_logger(__name__)
 

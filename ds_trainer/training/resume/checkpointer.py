@@ -51,7 +51,7 @@ from ds_trainer.training.resume.rollback import rollback_checkpoint
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.printable import shown
-from ds_trainer.utils.sizes import parse_size
+from ds_trainer.utils.units import parse_size
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from ds_trainer import ConfigError, Seq2SeqTrainer, Seq2SeqTrainingArguments, Tr
 from ds_trainer.checkpoint.loading.file_weights import FileWeights
 from ds_trainer.engine.loading.weight_source import attached_weight_source
 from ds_trainer.monitor.header import load_text
-from ds_trainer.monitor.units import human_bytes
+from ds_trainer.utils.units import human_bytes
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.saved_models import Labelled, saved
 

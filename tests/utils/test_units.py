@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.monitor.units import human_count, human_duration, human_operations
+from ds_trainer.utils.units import human_count, human_duration, human_operations
 
 
 @pytest.mark.parametrize(
