@@ -12,7 +12,7 @@ from zipfile import is_zipfile
 import numpy as np
 import torch
 
-from ds_trainer.checkpoint.loading.stored_tensors import indexed_files
+from ds_trainer.checkpoint.loading.weight_index import indexed_files
 from ds_trainer.checkpoint.weights.element_tracer import Indices
 from ds_trainer.utils.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.checkpoint.loading.stored_tensors import read_weight_map
+from ds_trainer.checkpoint.loading.weight_index import read_weight_map
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_json, user_path, write_text_atomic
 from ds_trainer.utils.secrets import redacted, register_secret
