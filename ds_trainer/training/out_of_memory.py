@@ -27,6 +27,10 @@ class OutOfMemory(torch.OutOfMemoryError):
     """Memory ran out. The message has the original one and the remedies."""
 
 
+class NotRepeatable(torch.OutOfMemoryError):
+    """Memory ran out on a rank in what is no part of a step that ranks could run again."""
+
+
 @dataclass(frozen=True)
 class Remedy:
     """Something to change.

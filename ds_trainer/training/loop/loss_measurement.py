@@ -73,21 +73,26 @@ def measured_weighting(
         units: list[Any] = [*([] if before is None else [before.count]), *first, items, SAMPLES, *own]
         found = None
         for mode in (training, not training) if whole is not None else ():
-            (train_but_for_noise if mode else nn.Module.eval)(model)
-            found = LossPasses(loss_of, model, whole, units, mode, replica)
-            found.run()
+            found = _run(LossPasses(loss_of, model, whole, units, mode, replica))
+            if found.short and (samples := number_of_samples(whole)) > 2:
+                whole = samples_of_batch(whole, [0, samples - 1])
+                found = _run(LossPasses(loss_of, model, whole, units, mode, replica))
             if not found.error and (found.fits or not found.drew or found.repeats):
                 break
         fails = found is not None and not found.fits and found.among_ranks is None
         if fails and (pairs := _pairs(batch, items)) is not None:
-            (train_but_for_noise if training else nn.Module.eval)(model)
-            of_pairs = LossPasses(loss_of, model, pairs, units, training, replica, PAIRS)
-            of_pairs.run()
-            if of_pairs.fits or of_pairs.among_ranks is not None:
+            of_pairs = _run(LossPasses(loss_of, model, pairs, units, training, replica, PAIRS))
+            if of_pairs.fits[:1] not in ([], [len(units)]) or of_pairs.among_ranks is not None:
                 found = of_pairs
     verdict = _verdict(type(base_model(model)).__name__, found, units, items, reason, before)
     # Of a loss that is not additive, an evaluation would say the same again.
     return replace(verdict, for_evaluation=found is None or found.for_evaluation or not verdict.additive)
+
+
+def _run(passes: LossPasses) -> LossPasses:
+    (train_but_for_noise if passes.training else nn.Module.eval)(passes.model)
+    passes.run()
+    return passes
 
 
 def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None) -> tuple[Any, str]:
@@ -140,7 +145,7 @@ def _verdict(
         else:
             drawn = "it draws random numbers with NumPy or Python"
             reason = found.error or ("its losses are 0 for so few samples" if zero else drawn)
-        counted = before or Weighting(items, settled=not zero)
+        counted = before or Weighting(items, settled=not zero and not (found and found.short))
         log(_UNKNOWN, name, reason, "as in the checkpoint" if before else "by items")
         return counted
     fits, total = found.fits, len(units)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.training.loop.batch_splitting import samples_of_batch
+from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.row_random import DrawsOfSamples
 from ds_trainer.utils.seeds import random_state, restore_random_state
@@ -76,7 +77,7 @@ class LossPasses:
         splits: ways to cut them in two parts.
 
     Attributes:
-        whole: see above.
+        whole, model, training: see above.
         residuals: how far the loss of all is from the mean of the parts by each candidate, and from their sum: relative
             to the largest loss, the largest of all ranks; -1 if the losses are 0.
         fits: the candidates for which rounding explains it; the number of them stands for the sum.
@@ -84,6 +85,7 @@ class LossPasses:
         drew, foreign: whether random numbers were drawn, and whether by NumPy or Python.
         repeats: whether each sample drew the same ones in all passes, as far as that is known.
         for_evaluation: whether the result is known to hold in evaluation mode.
+        short: whether memory ran out on a rank.
         among_ranks: the loss of a part, and its loss while other replicas have other samples, if these differ.
     """
 
@@ -99,14 +101,14 @@ class LossPasses:
         replica: int = 0,
         splits: Any = None,
     ) -> None:
-        self.whole, self._loss_of, self._model, self._training = whole, loss_of, model, training
+        self.whole, self._loss_of, self.model, self.training = whole, loss_of, model, training
         self._replica = replica
         self._splits = splits or _SPLITS[number_of_samples(whole)]
         self._parts = [[samples_of_batch(whole, rows) for rows in split] for split in self._splits]
         self._counts = [[[float(unit.rows(part).sum()) for part in pair] for unit in units] for pair in self._parts]
         self._start = random_state()
         self._losses: list[float] = []
-        self.error, self.drew, self.foreign = "", False, False
+        self.error, self.short, self.drew, self.foreign = "", False, False, False
         self.residuals: list[float] = []
         self.fits: list[int] = []
         self.repeats, self.for_evaluation = False, not training
@@ -135,16 +137,36 @@ class LossPasses:
             if draws is None or not distributed.agree(torch.tensor([int(not draws.fits)]))[0]:
                 break
             draws = draws.by_row()
+        self._verify_sum(draws)
         if communicates and several and not self.error and max(self.residuals) >= 0:
             self._compare_ranks(draws)
         self.repeats = not foreign and draws is not None and bool(draws.drawn) and not draws.hidden
-        if self._training and not drew and len(self._splits) == 1 and self.fits:
-            self._model.eval()  # a part of one sample would not tell
+        if self.training and not drew and len(self._splits) == 1 and self.fits:
+            self.model.eval()  # a part of one sample would not tell
             trained = self._losses[0]
             self._add(everything, self.whole, None)
             evaluated = self._losses.pop()
-            near = abs(trained - evaluated) <= _tolerance(self._model) * max(abs(trained), abs(evaluated))
+            near = abs(trained - evaluated) <= _tolerance(self.model) * max(abs(trained), abs(evaluated))
             self.for_evaluation = not distributed.agree(torch.tensor([int(not near)]))[0]
+
+    def _verify_sum(self, draws: DrawsOfSamples | None) -> None:
+        """Compare a loss that may be a sum with those of one sample and of the other three. Collective.
+
+        A contrastive loss of alike vectors is the logarithm of their number: log 4 is log 2 + log 2.
+        """
+        total = len(self.residuals) - 1
+        others = min(self.residuals[:total], default=float("inf"))
+        like = max(self.residuals) >= 0 and self.residuals[total] < others and len(self._splits) > 1
+        if self.error or not distributed.agree(torch.tensor([int(like)]))[0] or len(self._splits[0][0]) < 2:
+            return
+        rows = list(range(number_of_samples(self.whole)))
+        one, rest = self._more([rows[:1], rows[1:]], draws)
+        self.error = ""  # a loss of one sample may fail, and is no sum then
+        far = abs(one + rest - self._losses[0]) / (max(abs(one), abs(rest), abs(self._losses[0])) or 1.0)
+        [found] = distributed.largest(torch.tensor([far if far == far else 1.0], dtype=torch.float64)).tolist()
+        self.residuals[total] = max(self.residuals[total], found)
+        if found > _tolerance(self.model):
+            self.fits = [index for index in self.fits if index != total]
 
     def _compare_ranks(self, draws: DrawsOfSamples | None) -> None:
         """Compute a part again while every second replica has another one, as in a step. Collective.
@@ -155,29 +177,34 @@ class LossPasses:
         if len(other) != len(first):
             other = other[-len(first) :]
         rows = other if self._replica % 2 else first
-        mode = [module.training for module in self._model.modules()]
-        if self._training:
-            train_but_for_noise(self._model)
-        before, count = self._losses[1], len(self._losses)
-        self._add(rows, samples_of_batch(self.whole, rows), draws)
-        now = self._losses[count]
-        del self._losses[count:]
-        for module, training in zip(self._model.modules(), mode, strict=True):
-            module.training = training
-        far = not self._replica % 2 and abs(now - before) > _tolerance(self._model) * max(abs(now), abs(before))
+        before, (now,) = self._losses[1], self._more([rows], draws)
+        far = not self._replica % 2 and abs(now - before) > _tolerance(self.model) * max(abs(now), abs(before))
         if distributed.agree(torch.tensor([int(far)]))[0]:
             self.fits, self.among_ranks = [], (before, now)
 
+    def _more(self, parts: list[list[int]], draws: DrawsOfSamples | None) -> list[float]:
+        """The losses of further parts, in the mode of the first ones."""
+        modes, count = [(module, module.training) for module in self.model.modules()], len(self._losses)
+        if self.training:
+            train_but_for_noise(self.model)
+        for rows in parts:
+            self._add(rows, samples_of_batch(self.whole, rows), draws)
+        for module, training in modes:
+            module.training = training
+        found = self._losses[count:]
+        del self._losses[count:]
+        return found
+
     def _add_last_split(self, draws: DrawsOfSamples | None) -> None:
         """Add the second split: in evaluation mode, to see whether that is the same, unless random numbers differ."""
-        if not self._training or draws is not None:
+        if not self.training or draws is not None:
             return self._add_split(1, draws)
-        self._model.eval()
+        self.model.eval()
         first = self.fits
         self._add_split(1, None)
         self.for_evaluation = bool(self.fits)
         if not self.fits and not self.error:
-            train_but_for_noise(self._model)
+            train_but_for_noise(self.model)
             del self._losses[3:]
             self.fits = first
             self._add_split(1, None)
@@ -198,17 +225,22 @@ class LossPasses:
                 loss = self._loss_of(batch)
             self._losses.append(float("nan") if loss is None else float(loss.detach().mean()))
         except Exception as problem:  # a loss may need more samples than a part has; the real pass comes later
+            self.short = self.short or is_out_of_memory(problem)
+            if self.short and _communicates(self.model):
+                text = f"{problem}\nThis was a look at a few samples, which all ranks compute together"
+                raise NotRepeatable(text) from problem  # a rank alone would leave the others waiting
             self._losses.append(float("nan"))
             self.error = self.error or f"{type(problem).__name__}: {problem}".split("\n")[0].rstrip(".")
 
     def _judge(self) -> None:
         """Compare the losses so far. Collective."""
         own = [self._residual(index) for index in [*range(len(self._counts[0])), None]]
-        votes = distributed.largest(torch.tensor([*own, float(bool(self.error))], dtype=torch.float64)).tolist()
-        self.residuals, failed = votes[:-1], votes[-1]
+        own += [float(bool(self.error)), float(self.short)]
+        *self.residuals, failed, short = distributed.largest(torch.tensor(own, dtype=torch.float64)).tolist()
+        self.short = bool(short)
         if failed and not self.error:
             self.error = "an error on another rank"
-        bound = _tolerance(self._model)
+        bound = _tolerance(self.model)
         # A candidate that rounding explains still loses to one that fits far better.
         bound = min(bound, max(bound / 20, 10 * min(self.residuals)))
         self.fits = [index for index, residual in enumerate(self.residuals) if residual <= bound]
@@ -260,3 +292,11 @@ def _tolerance(model: nn.Module) -> float:
     if {torch.bfloat16, torch.float16} & kinds or torch.is_autocast_enabled() or (autocast is not None and autocast()):
         return 3e-3
     return 2e-5 if all(parameter.device.type == "cpu" for parameter in model.parameters()) else 2e-4
+
+
+def _communicates(model: nn.Module) -> bool:
+    """Whether ranks communicate while ``model`` runs: its weights are sharded or sliced."""
+    if distributed.world_size() == 1:
+        return False
+    sliced = getattr(model, "mp_world_size", 1) > 1  # of DeepSpeed's engine
+    return sliced or any(hasattr(parameter, "ds_id") for parameter in model.parameters())

@@ -24,7 +24,7 @@ from ds_trainer.engine.interrupted_pass import PassCompletion
 from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.training.loop.batch_splitting import NotSplittable, part_of_batch, split_batch
 from ds_trainer.training.loop.training_run import TrainingRun
-from ds_trainer.training.out_of_memory import is_out_of_memory
+from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.errors import listed
@@ -125,7 +125,7 @@ class MemoryRecovery:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if reason := self._reason_against(batch):
+                if reason := self._reason_against(batch, error):
                     raise torch.OutOfMemoryError(_cannot(str(error), reason)) from error
                 self._failure = str(error)
             # After the except block, because its traceback keeps the activations.
@@ -201,7 +201,9 @@ class MemoryRecovery:
         )
         return True
 
-    def _reason_against(self, batch: Any) -> str:
+    def _reason_against(self, batch: Any, error: BaseException) -> str:
+        if isinstance(error, NotRepeatable):
+            return "the loss was being measured, which no step repeats"
         if self._obstacle:
             return self._obstacle
         if self._engine.updates.made:

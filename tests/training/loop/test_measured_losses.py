@@ -268,6 +268,24 @@ def test_a_measurement_takes_few_passes() -> None:
     assert calls_of(BY_NAME["noise drawn in the model"], training=True) == 6
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_a_contrastive_loss_of_like_vectors_is_no_sum(spread: float) -> None:
+    """It is the logarithm of the number of samples: of 4 what it is of 2 and 2 together."""
+    torch.manual_seed(1)
+
+    class Alike(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": nn.functional.cross_entropy(spread * x @ x.T, torch.arange(len(x)))}
+
+    model, batch = Alike(), {"x": torch.randn(4, 3)}
+
+    def loss_of(part: Any) -> torch.Tensor:
+        return loss_in(model(**part), model, part)
+
+    found = measured_weighting(loss_of, model, batch, loss_rule_of(model, ["labels"]).count)
+    assert (found.additive, found.summed) == (False, False)
+
+
 def test_a_checkpoint_keeps_what_the_loss_is_the_mean_of(caplog: pytest.LogCaptureFixture) -> None:
     """The batch after a resume cannot tell, or the loss is another one now: it is said."""
     case = BY_NAME["CTC, mean"]

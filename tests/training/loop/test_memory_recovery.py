@@ -220,6 +220,32 @@ def test_zero_3_on_several_ranks_needs_to_know_the_order_of_modules(tmp_path: Pa
         assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in text
 
 
+class OfSamples(Bounded):
+    """A loss that does not use the count, so that it is measured."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        self.passes += 1
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def out_of_memory_in_a_measurement(directory: str, stage: int) -> Any:
+    from ds_trainer import PeerFailure
+
+    rank = distributed.rank()
+    trainer = trainer_of(directory, OfSamples(2, 2, rank=rank if stage == 3 else 1), zero_stage=stage)
+    try:
+        trainer.train()
+    except (OutOfMemory, PeerFailure) as error:
+        return str(error)
+    return trainer.args.per_device_train_batch_size, trainer._ds_trainer.losses.rule.weighting.settled
+
+
+def test_memory_that_runs_out_while_the_loss_is_measured(tmp_path: Path) -> None:
+    assert pool(2).run(out_of_memory_in_a_measurement, str(tmp_path), 1) == [(2, True)] * 2
+    for text in pool(2).run(out_of_memory_in_a_measurement, str(tmp_path), 3):
+        assert "the loss was being measured" in text and "--per_device_train_batch_size 2" in text
+
+
 class Counting(Bounded):
     """Counts its samples, as batch normalization counts its batches."""
 
