@@ -51,13 +51,13 @@ def _show(options: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _prepare(options: argparse.Namespace, recipe: Recipe) -> int:
-    from ds_trainer.recipes.fine_tuning_job import prepare
+    from ds_trainer.recipes.jobs import job_of
 
     if not recipe.fine_tunes:
         raise ConfigError(
             f"{recipe.path}: only samples of up to data.max_length tokens are prepared, not text in blocks."
         )
-    for line in prepare(recipe, recipe.training_arguments()).data.lines:
+    for line in job_of(recipe).prepare(recipe.training_arguments()):
         print(line)
     return DONE
 

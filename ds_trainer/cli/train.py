@@ -71,9 +71,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from ds_trainer.compatibility.replacement import replace_transformers
 
         replace_transformers(announce=False)  # libraries' trainers inherit from transformers'; the header says it
-    from ds_trainer.recipes.jobs import run as run_job  # after the quick checks, since it imports torch
+    from ds_trainer.recipes.jobs import job_of  # after the quick checks, since it imports torch
 
-    return _told(run_job(recipe))
+    return _told(job_of(recipe).run())
 
 
 def _told(results: dict[str, Any]) -> int:

@@ -18,21 +18,70 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import ds_trainer
-from ds_trainer.compatibility.replaced_names import (
-    NEEDS_OUR_BASE,
-    REPLACED,
-    WITHOUT_OTHER_NAMES,
-    all_names,
-    replacement,
-)
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.ranks import likely_rank
 from ds_trainer.utils.replaced_transformers import set_replaced
+
+_CALLBACKS = (
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
+    "PrinterCallback",
+    "ProgressCallback",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+)
+_STRATEGIES = ("HubStrategy", "IntervalStrategy", "SaveStrategy", "SchedulerType")
+
+REPLACED: dict[str, tuple[str, ...]] = {
+    "transformers.trainer": (
+        "Trainer",
+        "TrainingArguments",
+        *(name for name in _CALLBACKS if name != "EarlyStoppingCallback"),
+        *("EvalLoopOutput", "EvalPrediction", "PredictionOutput"),
+        *("HubStrategy", "OptimizerNames", "ParallelMode", "SaveStrategy", "default_data_collator"),
+    ),
+    "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
+    "transformers.training_args": ("TrainingArguments", "OptimizerNames", "ParallelMode", *_STRATEGIES),
+    "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
+    "transformers.trainer_callback": (*_CALLBACKS, "ExportableState"),
+    "transformers.trainer_utils": ("EvalLoopOutput", "EvalPrediction", "PredictionOutput", *_STRATEGIES),
+    "transformers.hf_argparser": ("HfArgumentParser", "HfArg"),
+    "transformers.data.data_collator": ("default_data_collator",),
+}
+"""Names by module. ``transformers`` itself takes its names from these modules."""
+
+WITHOUT_OTHER_NAMES = ("transformers.trainer_seq2seq", "transformers.training_args_seq2seq")
+"""Modules of which nothing is left. Their source would subclass the replaced classes."""
+
+NEEDS_OUR_BASE = (
+    *("Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"),
+    *("HfArgumentParser", "TrainerControl", "TrainerState"),
+)
+"""Classes whose subclasses cannot be used if they inherit from the class of transformers. A callback can."""
+
+_NOT_PUBLIC = {
+    "ExportableState": "ds_trainer.callbacks.state",
+    "ParallelMode": "ds_trainer.arguments.process_info",
+}
+
+
+def all_names() -> list[str]:
+    """Every replaced name once."""
+    return list(dict.fromkeys(name for names in REPLACED.values() for name in names))
+
+
+def replacement(name: str) -> Any:
+    """The object of this package for ``name``; imports the module that defines it."""
+    if name in _NOT_PUBLIC:
+        return getattr(import_module(_NOT_PUBLIC[name]), name)
+    return getattr(ds_trainer, name)
 
 
 def replace_transformers(announce: bool = True) -> None:
@@ -139,32 +188,32 @@ class _ReplacedModule(ModuleType):
 
 def _originals() -> dict[int, tuple[Any, str]]:
     """The original objects that this process has imported, and their names, by ``id``."""
-    found: dict[int, tuple[Any, str]] = {}
+    originals: dict[int, tuple[Any, str]] = {}
     for module, names in REPLACED.items():
         for name in names:
             value = vars(sys.modules[module]).get(name) if module in sys.modules else None
             if value is not None:
-                found[id(value)] = (value, name)
-    return found
+                originals[id(value)] = (value, name)
+    return originals
 
 
 def _subclass_problems(value: Any, name: str, originals: dict[int, tuple[Any, str]]) -> list[str]:
     if not isinstance(value, type) or name not in NEEDS_OUR_BASE:
         return []
     return [
-        f"{found.__module__}.{found.__qualname__} is a subclass of transformers' {name}, because its module was "
+        f"{subclass.__module__}.{subclass.__qualname__} is a subclass of transformers' {name}, because its module was "
         "imported before ds_trainer.as_transformers. Make `import ds_trainer.as_transformers` the first import of the "
         "script (in a notebook: restart the kernel first), or start the script with `ds-trainer run SCRIPT`."
-        for found in _subclasses(value)
-        if id(found) not in originals
+        for subclass in _subclasses(value)
+        if id(subclass) not in originals
     ]
 
 
 def _subclasses(cls: type) -> Iterator[type]:
     children: list[type] = type.__subclasses__(cls)
-    for found in children:
-        yield found
-        yield from _subclasses(found)
+    for child in children:
+        yield child
+        yield from _subclasses(child)
 
 
 def _replace_globals(originals: dict[int, tuple[Any, str]]) -> None:

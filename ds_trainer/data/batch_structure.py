@@ -112,8 +112,8 @@ def number_of_samples(batch: Any) -> int:
         return batch.samples
     if isinstance(batch, list):
         lengths = {len(part) if isinstance(part, torch.Tensor) and part.dim() else None for part in batch}
-        found = lengths.pop() if len(lengths) == 1 else None
-        return len(batch) if found is None else found
+        samples = lengths.pop() if len(lengths) == 1 else None
+        return len(batch) if samples is None else samples
     rows = _rows(batch)
     if rows is None:
         rows = next((len(value) for value in parts_of(batch) if isinstance(value, (list, tuple))), 1)

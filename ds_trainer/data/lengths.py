@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import ConcatDataset, Subset
 
 from ds_trainer.data.columns import has_columns
 from ds_trainer.data.order import STORED_UP_TO, ComputedPermutation, Order, Positions, StoredOrder, shuffled
 from ds_trainer.data.sampler import DistributedBatchSampler, RankBatch
-from ds_trainer.data.stored_lengths import stored_lengths
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils.errors import ConfigError
 
@@ -89,14 +89,14 @@ class _SortedWindows:
 
     def at(self, indices: Positions) -> Positions:
         """The dataset positions at ``indices``."""
-        found = np.empty_like(indices)
+        positions = np.empty_like(indices)
         windows = indices // self._size
         by_window = np.argsort(windows, kind="stable")
         borders = np.flatnonzero(np.diff(windows[by_window])) + 1
         for inside in np.split(by_window, borders) if len(indices) else ():
             index = int(windows[inside[0]])
-            found[inside] = self._window(index)[indices[inside] - index * self._size]
-        return found
+            positions[inside] = self._window(index)[indices[inside] - index * self._size]
+        return positions
 
     def _window(self, index: int) -> Positions:
         if self._cached is None or self._cached[0] != index:
@@ -325,3 +325,23 @@ class BalancedBatchSampler(DistributedBatchSampler):
         micro_steps = math.ceil(len(samples) / self.plan.samples_per_micro_step)
         groups = balanced_groups(self.lengths[samples].tolist(), micro_steps * self.plan.layout.dp)
         return [[samples[position] for position in group] for group in groups]
+
+
+def stored_lengths(dataset: Any) -> npt.NDArray[np.int32] | None:
+    """Tokens of every sample, int32 ``[samples]``; None if the dataset does not know them.
+
+    A dataset knows them if its attribute ``lengths`` is an array with one integer per sample, as that of a
+    :class:`~ds_trainer.samples.prepared.dataset.PreparedDataset`. Subsets and concatenations of such datasets know them
+    too, with a copy of four bytes per sample.
+    """
+    if isinstance(dataset, Subset):
+        whole = stored_lengths(dataset.dataset)
+        return None if whole is None else whole[np.asarray(dataset.indices, np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        each = [stored_lengths(part) for part in dataset.datasets]
+        known = [lengths for lengths in each if lengths is not None]
+        return np.concatenate(known) if len(known) == len(each) else None
+    lengths = getattr(dataset, "lengths", None)
+    if not isinstance(lengths, np.ndarray) or lengths.dtype.kind not in "iu" or lengths.shape != (len(dataset),):
+        return None
+    return lengths.astype(np.int32, copy=False)

@@ -89,7 +89,7 @@ class Aligned(Lockstep):
 
     Args:
         source: pairs of an item and ``SPARE``, ``EMPTY``, ``RAGGED`` or ``WHOLE``.
-        window: as of :class:`Lockstep`.
+        window: what :class:`Lockstep` takes.
         drop_last: end before the first item that is not whole on every rank.
 
     Raises:

@@ -139,11 +139,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def rank_batches(self, micro_steps: range) -> list[RankBatch]:
         """The batches of this replica in some micro-steps."""
         ranges = [self._samples_of(index) for index in micro_steps]
-        found = self._order().at(self.first_sample + np.concatenate([np.arange(r.start, r.stop) for r in ranges]))
+        indices = self._order().at(self.first_sample + np.concatenate([np.arange(r.start, r.stop) for r in ranges]))
         end, batches = 0, []
         for samples, seed in zip(ranges, self.seeds(micro_steps), strict=True):
             start, end = end, end + len(samples)
-            batches.append(RankBatch(found[start:end].tolist(), seed))
+            batches.append(RankBatch(indices[start:end].tolist(), seed))
         return batches
 
     def _samples_of(self, index: int) -> range:

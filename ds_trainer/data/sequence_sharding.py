@@ -103,7 +103,7 @@ class SequenceSharder:
             batch: full sequences, tensors in host memory.
             cp_rank, sp_rank: the rank's coordinates.
             needs_labels: raise an error for a batch without labels, from which the inputs of the loss are unknown.
-            plan: that of another shard of this batch; None: it is made.
+            plan: another shard of this batch has it; None: it is made.
 
         Raises:
             ConfigError: the batch cannot be sharded.

@@ -216,7 +216,7 @@ class StreamLoader(DataLoader[Any]):
             process has read, by number.
         order: the order of the present epoch.
         rows_read: samples that this process has read of each shard, by number, in an epoch read from its beginning.
-        sharder, pins_shards: as of :class:`ds_trainer.data.loader.PlannedLoader`.
+        sharder, pins_shards: what :class:`ds_trainer.data.loader.PlannedLoader` takes.
     """
 
     state: Any = None

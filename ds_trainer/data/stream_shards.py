@@ -89,14 +89,14 @@ class StreamOrder(NamedTuple):
         """
         if self.own != own or (own and (self.shards, self.run) != (plan.layout.dp, plan.micro_batch)):
             now = StreamOrder(plan.layout.dp, plan.micro_batch, True) if own else StreamOrder()
-            found = f"{self._text()}. Now {now._text()}"
+            difference = f"{self._text()}. Now {now._text()}"
         elif self.shards > shards_in(stream) and not own:
-            found = f"{self._text()}. Now train_dataset, a {type(stream).__name__}, has {shards_in(stream)} shards"
+            difference = f"{self._text()}. Now train_dataset, a {type(stream).__name__}, has {shards_in(stream)} shards"
         else:
             return
         raise ConfigError(
-            f"The checkpoint is in the middle of an epoch in which {found}. Resume with the data, the replicas and the "
-            "per_device_train_batch_size of then, or begin the epoch again with ignore_data_skip=True."
+            f"The checkpoint is in the middle of an epoch in which {difference}. Resume with the data, the replicas "
+            "and the per_device_train_batch_size of then, or begin the epoch again with ignore_data_skip=True."
         )
 
     def _text(self) -> str:
@@ -115,8 +115,8 @@ def shards_in(stream: Any) -> int:
 
 def is_split_for(stream: Any, replica: int, replicas: int) -> bool:
     """Whether ``stream`` is a dataset of ``datasets`` that ``split_dataset_by_node`` has divided among the replicas."""
-    found = getattr(getattr(stream, "stream", stream), "_distributed", None)  # inside of a packed one
-    return replicas > 1 and found is not None and (found.rank, found.world_size) == (replica, replicas)
+    split = getattr(getattr(stream, "stream", stream), "_distributed", None)  # inside of a packed one
+    return replicas > 1 and split is not None and (split.rank, split.world_size) == (replica, replicas)
 
 
 def stream_order(
@@ -228,16 +228,16 @@ class ShardReader:
                 with nullcontext() if resumed.random is None else with_random_state(resumed.random):
                     again = (self._read(offset + index * size) for index in range(worker, first // size, workers))
                     skip(again, first // size, "micro-batches", resumed.show and worker == 0)
-        empty, found = 0, False
+        empty, any_rows = 0, False
         for index in itertools.count(worker, workers):
             rows, shards = self._read(first + offset + index * size)
             empty = 0 if rows else empty + 1
             if empty == period:
                 break
-            found = found or bool(rows)
+            any_rows = any_rows or bool(rows)
             ends = rows and self._stateful and (index + period * workers) // accumulation > index // accumulation
             yield index, rows, {number: self._open[number].state() for number in shards} if ends else {}
-        if not found and worker == 0:
+        if not any_rows and worker == 0:
             numbers = [self._replica] if self._order.own else range(self._order.shards)
             row = next((row for number in numbers for row in self._shard(number)), None)
             if row is not None:
@@ -306,9 +306,9 @@ def agreed(order: StreamOrder, stream: Any, begun: StreamOrder | None) -> Stream
     available, sharded = shards_in(stream), order if begun is None else begun
     lists = list(source_lists(stream)) if sharded.shards and not sharded.own else []
     names, paths = (reduce(_add, map(of, itertools.chain(*lists)), 0) for of in (_name, str))
-    found = [int(order.own), available, sharded.shards, names, paths]
+    facts = [int(order.own), available, sharded.shards, names, paths]
     own, most, shards, *ours, not_own, least, _, name, path = distributed.agree(
-        torch.tensor([*found, *(-number for number in [found[0] - 1, *found[1:]])])
+        torch.tensor([*facts, *(-number for number in [facts[0] - 1, *facts[1:]])])
     )
     if own and not_own:
         return StreamOrder()
@@ -351,9 +351,9 @@ def source_lists(stream: Any) -> Iterator[list[Any]]:
         if isinstance(value, (list, tuple)) and value and all(isinstance(item, kinds) for item in value):
             yield list(value)
     inner = [getattr(examples, "stream", None), getattr(examples, "ex_iterable", None)]
-    for one in [*inner, *(getattr(examples, "ex_iterables", None) or ())]:
-        if one is not None:
-            yield from source_lists(one)
+    for part in [*inner, *(getattr(examples, "ex_iterables", None) or ())]:
+        if part is not None:
+            yield from source_lists(part)
 
 
 def _add(checksum: int, text: str) -> int:

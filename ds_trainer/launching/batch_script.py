@@ -135,10 +135,10 @@ def parse_time_limit(time: str) -> float:
     """
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return float("inf")
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if not found:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if not match:
         raise ValueError(f"{time!r} is not a time limit")
-    days, *parts = found.groups()
+    days, *parts = match.groups()
     first, second, third = (int(part) if part else 0 for part in parts)
     if days is not None:  # days-hours[:minutes[:seconds]]
         return int(days) * 86400 + first * 3600 + second * 60 + third
@@ -172,7 +172,7 @@ def _quoted(text: str) -> str:
 
 def _text_problems(request: LaunchRequest, batch: BatchRequest) -> list[str]:
     """Values that a directive of sbatch, which is one line, cannot have, and secrets."""
-    given = {
+    values = {
         "--job-name": batch.job_name,
         "--partition": batch.partition,
         "--account": batch.account,
@@ -181,7 +181,7 @@ def _text_problems(request: LaunchRequest, batch: BatchRequest) -> list[str]:
     }
     problems = [
         f"launch --slurm: {name} {one_line(shortened(text))!r} has control characters or several lines."
-        for name, text in given.items()
+        for name, text in values.items()
         if text is not None and one_line(text) != text
     ]
     problems += [

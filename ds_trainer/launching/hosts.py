@@ -53,17 +53,17 @@ def read_hostfile(path: str, slots: int | None = None) -> list[Host]:
             problems.append(f"{path}:{number}: {shortened(line)!r} is not of the form NAME slots=N.")
             continue
         name = match["name"]
-        given = match["slots"] or match["processes"]  # MPICH writes NAME:N
+        count = match["slots"] or match["processes"]  # MPICH writes NAME:N
         if problem := host_problem(name):
             problems.append(f"{path}:{number}: {problem}")
         elif name in hosts:
             problems.append(f"{path}:{number}: {name} is listed twice; combine its slots in one line.")
-        elif given is None and slots is None:
+        elif count is None and slots is None:
             problems.append(f"{path}:{number}: {name} has no slots=N, and --nproc-per-node is not given.")
-        elif given is not None and int(given) == 0:
+        elif count is not None and int(count) == 0:
             problems.append(f"{path}:{number}: {name} has slots=0; remove the line.")
         else:
-            hosts[name] = Host(name, int(given) if given is not None else slots or 0)
+            hosts[name] = Host(name, int(count) if count is not None else slots or 0)
     if not hosts and not problems:
         problems.append(f"hostfile={path}: it lists no machine.")
     if problems:

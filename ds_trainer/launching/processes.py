@@ -39,16 +39,16 @@ def end_descendants(grace: float = GRACE_SECONDS) -> int:
 
 def processes_of_job(variable: str, job: str) -> list[psutil.Process]:
     """Other processes of this user on this machine with ``variable`` = ``job`` in their environment."""
-    found = []
+    matching = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
         try:
             if process.environ().get(variable) == job:
-                found.append(process)
+                matching.append(process)
         except (psutil.Error, OSError):  # it has ended, or belongs to another user
             continue
-    return found
+    return matching
 
 
 def end_processes(processes: Iterable[psutil.Process], grace: float = GRACE_SECONDS) -> int:
@@ -75,3 +75,9 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return
+
+
+if (
+    __name__ == "__main__"
+):  # python -m ds_trainer.launching.processes VARIABLE VALUE: end_processes(processes_of_job(...))
+    end_processes(processes_of_job(*sys.argv[1:3]))

@@ -68,7 +68,7 @@ def job_code(launcher_code: int, found: Mapping[int, RankOutcome], expected: int
     """The exit code of a job, and the outcome that it has it from.
 
     Args:
-        launcher_code: of the launcher (negative: killed by that signal).
+        launcher_code: how the launcher ended (negative: killed by that signal).
         found: outcomes by rank. The job succeeded only if every rank did.
         expected: number of ranks.
     """
@@ -125,12 +125,12 @@ def main(argv: Sequence[str]) -> int:
     """Print ``CODE restart|end HOSTS`` and, on the next lines, why; keep the history of the job in STATE."""
     state, start, launcher_code = Path(argv[0]), int(argv[1]), int(argv[2])
     directory, history = state / f"outcomes.{start}", state / HISTORY
-    found = outcomes.read_outcomes(directory)
+    ended = outcomes.read_outcomes(directory)
     ends = {int(key): JobEnd(**value) for key, value in (read_json(history) if history.exists() else {}).items()}
-    end = ends[start] = job_end(directory, launcher_code, found, expected=1)
+    end = ends[start] = job_end(directory, launcher_code, ended, expected=1)
     write_json(history, {str(key): asdict(value) for key, value in ends.items()})
     decision = decide(ends)
-    codes = " ".join(map(str, sorted({one.code for one in found.values()}))) or "no exit codes"
+    codes = " ".join(map(str, sorted({outcome.code for outcome in ended.values()}))) or "no exit codes"
     print(end.code, "restart" if decision.restart else "end", *decision.exclude)
     print(f"the ranks ended with {codes}, srun with {launcher_code}")
     failed = f"ended with exit code {end.code}" if row_of(end.code) is row_of(FAILED) else ""  # others agreed on it

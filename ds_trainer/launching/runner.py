@@ -58,7 +58,10 @@ def run(request: LaunchRequest) -> int:
     try:
         with requests.handled():
             for number in range(request.max_restarts + 1):
-                ends[number] = end = _on_machine_of(plan, _run_once(plan, job, number, requests))
+                end = _run_once(plan, job, number, requests)
+                if end.rank is not None:  # the plan may have another name for the machine than the machine itself
+                    end = replace(end, host=plan.host_of(end.rank).name)
+                ends[number] = end
                 decision = decide(ends)
                 # A preempted job is left to the scheduler.
                 wanted = decision.restart and (end.code != REQUEUE or request.restart_preempted)
@@ -75,11 +78,6 @@ def run(request: LaunchRequest) -> int:
     finally:
         job.remove()
     return end.code
-
-
-def _on_machine_of(plan: LaunchPlan, end: JobEnd) -> JobEnd:
-    """``end`` with the name that ``plan`` has for the machine, which may differ from the machine's own."""
-    return end if end.rank is None else replace(end, host=plan.host_of(end.rank).name)
 
 
 def _without(plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
@@ -123,7 +121,7 @@ def _job_directory(plan: LaunchPlan) -> Path:
 
 def _clean_up_over_pdsh(plan: LaunchPlan, job: Job) -> None:
     """End the processes of this job on every machine: a pdsh that is killed leaves its remote commands running."""
-    command = shlex.join([sys.executable, "-m", "ds_trainer.launching.clean_up", JOB_ID, job.id])
+    command = shlex.join([sys.executable, "-m", "ds_trainer.launching.processes", JOB_ID, job.id])
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
     names = ",".join(host.name for host in plan.hosts)
     argv = ["pdsh", "-S", "-R", "ssh", "-w", names, f"PYTHONPATH={shlex.quote(path)} {command}"]

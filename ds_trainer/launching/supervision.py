@@ -185,14 +185,11 @@ class Supervisor:
             self._signal(launcher, signal.SIGTERM)
             if self.clean_up is not None:
                 self.clean_up()
-            if self.remote and self._any_rank_started():
+            if self.remote and (self._outcomes() or processes_of_job(JOB_ID, self.attempt.job.id)):
                 _wait(self._is_complete, REMOTE_SECONDS)
         end_processes(processes_of_job(JOB_ID, self.attempt.job.id))
         end_descendants()
         launcher.wait()
-
-    def _any_rank_started(self) -> bool:
-        return bool(self._outcomes()) or bool(processes_of_job(JOB_ID, self.attempt.job.id))
 
     def _outcomes(self) -> dict[int, RankOutcome]:
         self._known = read_outcomes(self.attempt.outcome_dir, self._known)
@@ -216,7 +213,7 @@ class Supervisor:
                 f"recorded no outcome ({listed(missing, 8)})."
             )
         errors = ((outcome.rank, read_error(self.attempt.outcome_dir, outcome.rank)) for outcome in ended)
-        rank, error = (end.rank, end.error) if end.error else next((one for one in errors if one[1]), (None, ""))
+        rank, error = (end.rank, end.error) if end.error else next((entry for entry in errors if entry[1]), (None, ""))
         if error:  # the cause, as the last line
             print_message(f"rank {rank} failed: {error}")
         return end

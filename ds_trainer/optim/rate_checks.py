@@ -86,7 +86,7 @@ def schedule_warnings(schedule: Any, steps: int) -> Iterator[str]:
 
     Args:
         schedule: in use; only torch's ``LambdaLR`` and those with ``total_steps`` can be read ahead.
-        steps: of the whole run.
+        steps: the steps of the whole run.
 
     Raises:
         ConfigError: a learning rate would be negative, or the schedule ends before the run.

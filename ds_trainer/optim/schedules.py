@@ -1,19 +1,19 @@
 """Learning-rate schedules by name. Names, arguments and formulas are those of transformers' ``get_scheduler``.
 
-Most are a factor of the peak learning rate as a function of the optimizer step
-(:mod:`ds_trainer.optim.schedule_factors`): the trainer steps them once per optimizer step, for any number of ranks, and
-not after a skipped update. ``reduce_lr_on_plateau`` and ``greedy`` follow a metric
-(:mod:`ds_trainer.optim.metric_schedules`): the trainer steps them after each evaluation during training, with the same
-value on all ranks.
+Most are a factor of the peak learning rate as a function of the optimizer step: the trainer steps them once per
+optimizer step, for any number of ranks, and not after a skipped update. ``reduce_lr_on_plateau`` and ``greedy`` follow
+a metric (:mod:`ds_trainer.optim.metric_schedules`): the trainer steps them after each evaluation during training, with
+the same value on all ranks.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,25 +21,171 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_trainer.arguments.enums import SchedulerType
 from ds_trainer.arguments.typed import WrongType, describe, read_as
 from ds_trainer.arguments.yaml_reader import Located
-from ds_trainer.optim import schedule_factors as factors
 from ds_trainer.optim.metric_schedules import Mode, PlateauSchedule, ThresholdMode, greedy_schedule_class
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+POLYNOMIAL_END = 1e-7
+Shape = Literal["linear", "cosine", "1-sqrt"]
+
+
+# -- factors of the peak learning rate ---------------------------------------------------------------------------------
+#
+# Every function takes ``step`` (finished optimizer steps). Its other parameters are keywords with the names and
+# meanings of the keywords that ``get_scheduler`` of transformers 5 gives its functions, so that scripts find the same
+# ones in ``lr_scheduler.lr_lambdas[0].keywords``: build_schedule fills in all of them. ``lr_init`` is the optimizer's
+# rate.
+
+
+def linear(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    """Up to 1 over ``num_warmup_steps``, then straight down to 0 at ``num_training_steps``."""
+    if step < num_warmup_steps:
+        return _ramp(step, num_warmup_steps)
+    return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
+
+
+def cosine(step: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5) -> float:
+    """Up to 1 over ``num_warmup_steps``, then along ``num_cycles`` waves of a cosine; half a wave ends at 0."""
+    if step < num_warmup_steps:
+        return _ramp(step, num_warmup_steps)
+    return max(0.0, _wave(num_cycles, _progress(step, num_warmup_steps, num_training_steps)))
+
+
+def cosine_with_restarts(step: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 1) -> float:
+    """Up to 1, then ``num_cycles`` times down along half a cosine, restarting from 1 each time; 0 at the end."""
+    if step < num_warmup_steps:
+        return _ramp(step, num_warmup_steps)
+    progress = _progress(step, num_warmup_steps, num_training_steps)
+    if progress >= 1.0:
+        return 0.0
+    return max(0.0, _wave(0.5, (num_cycles * progress) % 1.0))
+
+
+def polynomial(
+    step: int,
+    *,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    lr_init: float,
+    lr_end: float = POLYNOMIAL_END,
+    power: float = 1.0,
+) -> float:
+    """Up to 1, then down to the learning rate ``lr_end`` at the end, as the remaining fraction to the ``power``."""
+    if step < num_warmup_steps:
+        return _ramp(step, num_warmup_steps)
+    if step > num_training_steps:
+        return lr_end / lr_init
+    remaining = 1.0 - (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+    return ((lr_init - lr_end) * remaining**power + lr_end) / lr_init
+
+
+def constant(step: int) -> float:
+    """Always 1: warm-up is for ``constant_with_warmup``."""
+    return 1.0
+
+
+def constant_with_warmup(step: int, *, num_warmup_steps: int) -> float:
+    """Up to 1 over ``num_warmup_steps``, then 1."""
+    return _ramp(step, num_warmup_steps) if step < num_warmup_steps else 1.0
+
+
+def inverse_sqrt(step: int, *, num_warmup_steps: int, timescale: int) -> float:
+    """Up to 1, then ``1 / sqrt((step + timescale - num_warmup_steps) / timescale)``."""
+    if step < num_warmup_steps:
+        return _ramp(step, num_warmup_steps)
+    return 1.0 / math.sqrt((step + timescale - num_warmup_steps) / timescale)
+
+
+def cosine_with_min_lr(
+    step: int, *, num_warmup_steps: int, num_training_steps: int, min_lr_rate: float, num_cycles: float = 0.5
+) -> float:
+    """:func:`cosine` that ends at ``min_lr_rate``."""
+    if step < num_warmup_steps:
+        return _ramp(step, num_warmup_steps)
+    wave = _wave(num_cycles, _progress(step, num_warmup_steps, num_training_steps))
+    return max(0.0, _from(min_lr_rate, wave))
+
+
+def cosine_warmup_with_min_lr(
+    step: int,
+    *,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_rate: float,
+    num_cycles: float = 0.5,
+    warmup_lr_rate: float | None = None,
+) -> float:
+    """:func:`cosine_with_min_lr` one step ahead, so that no step has a learning rate of 0.
+
+    Warm-up starts at ``warmup_lr_rate`` times the peak; by default at ``1 / num_warmup_steps`` of it.
+    """
+    if step < num_warmup_steps and warmup_lr_rate is None:
+        return (step + 1.0) / max(1.0, num_warmup_steps)
+    if step < num_warmup_steps:
+        return _from(warmup_lr_rate or 0.0, step / max(1, num_warmup_steps - 1))
+    wave = _wave(num_cycles, _progress(step + 1, num_warmup_steps, num_training_steps))
+    return max(0.0, _from(min_lr_rate, wave))
+
+
+def warmup_stable_decay(
+    step: int,
+    *,
+    num_warmup_steps: int,
+    num_decay_steps: int,
+    num_stable_steps: int,
+    warmup_type: Shape = "linear",
+    decay_type: Shape = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+) -> float:
+    """Up from ``min_lr_ratio`` to 1, stay there for ``num_stable_steps``, and down in ``num_decay_steps``."""
+    if step < num_warmup_steps:
+        done = _ramp(step, num_warmup_steps)
+        rising = {
+            "linear": done,
+            "cosine": 0.5 * (1.0 - math.cos(math.pi * done)),
+            "1-sqrt": 1.0 - math.sqrt(1.0 - done),
+        }
+        return max(0.0, _from(min_lr_ratio, rising[warmup_type]))
+    if step < num_warmup_steps + num_stable_steps:
+        return 1.0
+    if step < num_warmup_steps + num_stable_steps + num_decay_steps:
+        done = _ramp(step - num_warmup_steps - num_stable_steps, num_decay_steps)
+        falling = {"linear": 1.0 - done, "cosine": _wave(num_cycles, done), "1-sqrt": 1.0 - math.sqrt(done)}
+        return max(0.0, _from(min_lr_ratio, falling[decay_type]))
+    return min_lr_ratio
+
+
+def _ramp(step: int, length: int) -> float:
+    return step / max(1, length)
+
+
+def _progress(step: int, warmup: int, total: int) -> float:
+    return (step - warmup) / max(1, total - warmup)
+
+
+def _wave(cycles: float, progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
+
+
+def _from(floor: float, factor: float) -> float:
+    return factor * (1.0 - floor) + floor
+
 
 _ON_METRIC: dict[SchedulerType, Callable[[], Any]] = {
     SchedulerType.REDUCE_ON_PLATEAU: lambda: PlateauSchedule,
     SchedulerType.GREEDY: greedy_schedule_class,
 }
 _FACTORS: dict[SchedulerType, Callable[..., float]] = {
-    SchedulerType.LINEAR: factors.linear,
-    SchedulerType.COSINE: factors.cosine,
-    SchedulerType.COSINE_WITH_RESTARTS: factors.cosine_with_restarts,
-    SchedulerType.POLYNOMIAL: factors.polynomial,
-    SchedulerType.CONSTANT: factors.constant,
-    SchedulerType.CONSTANT_WITH_WARMUP: factors.constant_with_warmup,
-    SchedulerType.INVERSE_SQRT: factors.inverse_sqrt,
-    SchedulerType.COSINE_WITH_MIN_LR: factors.cosine_with_min_lr,
-    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: factors.cosine_warmup_with_min_lr,
-    SchedulerType.WARMUP_STABLE_DECAY: factors.warmup_stable_decay,
+    SchedulerType.LINEAR: linear,
+    SchedulerType.COSINE: cosine,
+    SchedulerType.COSINE_WITH_RESTARTS: cosine_with_restarts,
+    SchedulerType.POLYNOMIAL: polynomial,
+    SchedulerType.CONSTANT: constant,
+    SchedulerType.CONSTANT_WITH_WARMUP: constant_with_warmup,
+    SchedulerType.INVERSE_SQRT: inverse_sqrt,
+    SchedulerType.COSINE_WITH_MIN_LR: cosine_with_min_lr,
+    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: cosine_warmup_with_min_lr,
+    SchedulerType.WARMUP_STABLE_DECAY: warmup_stable_decay,
 }
 # Parameters of the factors that come from the trainer; all others are arguments of the schedule.
 _FROM_TRAINER = ("step", "num_warmup_steps", "num_training_steps", "lr_init")
@@ -81,13 +227,13 @@ def build_schedule(
             "lr and relative_step=False."
         )
     peak = float(rate)
-    given = check_schedule(kind, arguments, peak)
+    options = check_schedule(kind, arguments, peak)
     if kind in _ON_METRIC:
         try:
-            return _ON_METRIC[kind]()(optimizer, **given)
+            return _ON_METRIC[kind]()(optimizer, **options)
         except ValueError as error:
-            raise ConfigError(f"lr_scheduler_kwargs={given} of lr_scheduler_type={kind}: {error}.") from error
-    return LambdaLR(optimizer, partial(_FACTORS[kind], **_keywords(kind, given, warmup, total, peak)))
+            raise ConfigError(f"lr_scheduler_kwargs={options} of lr_scheduler_type={kind}: {error}.") from error
+    return LambdaLR(optimizer, partial(_FACTORS[kind], **_keywords(kind, options, warmup, total, peak)))
 
 
 def _keywords(kind: SchedulerType, given: Mapping[str, Any], warmup: int, total: int, peak: float) -> dict[str, Any]:
@@ -111,10 +257,10 @@ def check_schedule(name: SchedulerType | str, arguments: Mapping[str, Any] | Non
     """
     kind = SchedulerType(name)
     hints = schedule_arguments(kind)
-    given = dict(arguments or {})
+    options = dict(arguments or {})
     of = f"lr_scheduler_type={kind}"
     problems = []
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in hints:
             problems.append(
                 f"lr_scheduler_kwargs: '{key}' is not an argument of {of}; its arguments: {', '.join(hints) or 'none'}."
@@ -122,13 +268,13 @@ def check_schedule(name: SchedulerType | str, arguments: Mapping[str, Any] | Non
             )
             continue
         try:
-            given[key] = read_as(_located(value), hints[key])
+            options[key] = read_as(_located(value), hints[key])
         except WrongType:
             problems.append(f"lr_scheduler_kwargs: {key}={value!r} of {of} must be {describe(hints[key])}.")
-    problems += [] if problems else _wrong_values(kind, given, peak)
+    problems += [] if problems else _wrong_values(kind, options, peak)
     if problems:
         raise ConfigError(problems)
-    return given
+    return options
 
 
 def schedule_arguments(name: SchedulerType | str) -> dict[str, Any]:
@@ -174,7 +320,7 @@ def _wrong_values(kind: SchedulerType, given: dict[str, Any], peak: float) -> li
                 f"{of}: min_lr={given['min_lr']!r} is a fraction of learning_rate, which is 0. Raise learning_rate."
             ]
     if kind == SchedulerType.POLYNOMIAL:
-        end = given.get("lr_end", factors.POLYNOMIAL_END)
+        end = given.get("lr_end", POLYNOMIAL_END)
         if not end < peak:
             return [f"{of}: lr_end={end!r} must be below learning_rate={peak!r}. Lower lr_end or raise learning_rate."]
     if kind == SchedulerType.WARMUP_STABLE_DECAY and "num_decay_steps" not in given:

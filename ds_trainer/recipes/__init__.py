@@ -1,1 +1,1 @@
-"""The built-in language-model job: recipe, corpus, tokenizers, model, training, report."""
+"""Recipes in YAML, and the jobs that they describe: data, model, training, report."""

@@ -17,8 +17,8 @@ from ds_trainer.checkpoint.weights.model_description import DescribedTensor, des
 from ds_trainer.engine.loading.weight_source import attached_weight_source
 from ds_trainer.engine.weights import saved_tensors
 from ds_trainer.parallel.shard_slices import ShardSlice
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.saved_model import SavedModel
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.training.loading.model_files import ADAPTER_CONFIG
 from ds_trainer.training.loading.pretrained import from_pretrained
 from ds_trainer.utils.errors import ConfigError
@@ -28,7 +28,7 @@ class LoadedWeights:
     """Full tensors of a model on meta, read from the files of the base when they are asked for.
 
     Args:
-        model: of :func:`ds_trainer.from_pretrained`.
+        model: what :func:`ds_trainer.from_pretrained` returned.
         checkpoint: a directory with its configuration.
     """
 

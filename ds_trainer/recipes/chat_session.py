@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
-from ds_trainer.recipes.chat_images import ChatImages
-from ds_trainer.recipes.processors import load_processor
 from ds_trainer.recipes.saved_model import SavedModel
-from ds_trainer.recipes.token_streaming import TextStream
+from ds_trainer.recipes.tokenizers import ByteTokenizer, load_processor
+from ds_trainer.samples.images.image_tokens import ImageTokens
+from ds_trainer.samples.sources.images import BadImage, read_image
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
 
 _DEFAULT_TEMPERATURE = 0.7
 _MARK = "answer-ends-here"
@@ -25,7 +29,7 @@ class GenerationOptions:
     Attributes:
         max_new_tokens: most tokens of an answer.
         temperature: 0: the most likely token. None: that of the model's generation settings, else 0.7.
-        seed: of the random numbers of each answer; None: another one each time.
+        seed: seeds the random numbers of each answer; None: another one each time.
     """
 
     max_new_tokens: int = 512
@@ -52,8 +56,8 @@ class ChatSession:
     """Turns of a conversation.
 
     Args:
-        model: of transformers or PEFT, in evaluation mode.
-        tokenizer: of transformers, or :class:`ByteTokenizer`.
+        model: a model of transformers or PEFT, in evaluation mode.
+        tokenizer: one of transformers, or :class:`ByteTokenizer`.
         options: how answers are drawn.
         load_images: called for the first image; None: the model takes none.
     """
@@ -184,10 +188,10 @@ class ChatSession:
     def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         import jinja2
 
-        given = [{"role": message["role"], "content": self._content(message)} for message in messages]
+        turns = [{"role": message["role"], "content": self._content(message)} for message in messages]
         try:
             return str(
-                self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=add_generation_prompt)
+                self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"The model's chat template refuses the conversation: {error}") from error
@@ -239,7 +243,7 @@ def load_session(saved: SavedModel, options: GenerationOptions, device: str, dty
         saved: where the model is.
         options: how answers are drawn.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: of the weights; default: that of the files.
+        dtype: weights get this type; default: what the files have.
 
     Raises:
         ConfigError: the device, the model or its tokenizer cannot be used.
@@ -276,3 +280,100 @@ def load_session(saved: SavedModel, options: GenerationOptions, device: str, dty
 
     model = load_for_generation(saved, place, dtype)
     return ChatSession(model, tokenizer, options, load_images if saved.has_processor else None)
+
+
+class ChatImages:
+    """Makes inputs of images with a processor, as training does.
+
+    Args:
+        processor: a processor of transformers.
+
+    Raises:
+        ConfigError: it does not say which text an image becomes.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._tokens = ImageTokens(processor)
+
+    def read(self, path: str) -> Image:
+        """The image in a file.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            return read_image(path)
+        except BadImage as error:
+            raise ConfigError(f"The image {error}.") from error
+
+    def expand(self, rendered: str, images: Sequence[Image]) -> str:
+        """The text of a conversation with the text of each image in its place.
+
+        Raises:
+            ConfigError: the template has no place for an image, or the processor refuses one.
+        """
+        pieces = rendered.split(self._tokens.placeholder)
+        if len(pieces) != len(images) + 1:
+            raise ConfigError(
+                f"The conversation has {len(images)} images, but the chat template wrote {self._tokens.placeholder!r} "
+                f"{len(pieces) - 1} times."
+            )
+        try:
+            texts = self._tokens.texts(images)
+        except ValueError as error:
+            raise ConfigError(f"The model's processor refuses an image: {error}.") from error
+        return "".join(part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair)
+
+    def inputs(self, input_ids: torch.Tensor, images: Sequence[Image], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The inputs of the model besides tokens ``input_ids`` of shape [1, tokens], pixels in ``dtype``."""
+        inputs, _ = self._tokens.inputs([images])
+        inputs |= self._tokens.token_types(input_ids)
+        device = input_ids.device
+        return {
+            key: value.to(device, dtype if value.is_floating_point() else value.dtype) for key, value in inputs.items()
+        }
+
+
+_INCOMPLETE = "\ufffd"  # what decoders give for a part of a character
+
+
+class TextStream:
+    """Hands the text of tokens to ``write`` as soon as it cannot change any more; a ``streamer`` of transformers.
+
+    A token may be a part of a character, and the text of a token may depend on the one before it. So the last tokens
+    are decoded together with the new one, and only what is new is written. The work per token does not grow.
+
+    Args:
+        decode: token ids to text.
+        write: receives pieces of text; together they are the text of all tokens.
+        prompt: whether the first tokens are the prompt, which is not written.
+
+    Attributes:
+        tokens: the generated tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None], prompt: bool = True):
+        self.tokens: list[int] = []
+        self._decode, self._write = decode, write
+        self._skip = prompt
+        self._start = self._done = 0  # tokens[start:done] are written, and decoded again with the next ones
+
+    def put(self, value: Any) -> None:
+        """Take a tensor of token ids of one sequence."""
+        if self._skip:
+            self._skip = False
+            return
+        self.tokens += value.reshape(-1).tolist()
+        self._emit(final=False)
+
+    def end(self) -> None:
+        """Write what was held back."""
+        self._emit(final=True)
+
+    def _emit(self, final: bool) -> None:
+        before = self._decode(self.tokens[self._start : self._done])
+        text = self._decode(self.tokens[self._start :])
+        if len(text) <= len(before) or (text.endswith(_INCOMPLETE) and not final):
+            return
+        self._write(text[len(before) :])
+        self._start, self._done = self._done, len(self.tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,10 @@ import numpy as np
 import torch
 
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
-from ds_trainer.recipes.task_run import task_tokenizer, train_task
-from ds_trainer.samples.sources.bad_lines import BadRecord
+from ds_trainer.recipes.task_data import Reading
+from ds_trainer.recipes.task_job import TaskJob, task_tokenizer
 from ds_trainer.samples.sources.marks import ReadKeys
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadRecord, Record
 from ds_trainer.samples.sources.rows import Row
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
@@ -27,47 +25,42 @@ _KIND = "classification"
 _HEADS = ("score.*", "classifier.*", "pre_classifier.*", "*pooler*", "classification_head.*", "head.*")
 
 
-def run(recipe: Recipe) -> dict[str, Any]:
-    """Train a classifier, evaluate it, save it and report. Called by every rank.
+class ClassificationJob(TaskJob):
+    """Trains a classifier of texts, or of pairs of texts."""
 
-    Returns:
-        The content of ``results.json`` on the main process, an empty dict elsewhere.
+    tokenizer: Any
+    labels: Sequence[str]
 
-    Raises:
-        ConfigError: the recipe cannot work; lists all problems found.
-    """
-    began = time.perf_counter()
-    trainer, data = _trainer_with_data(recipe, recipe.training_arguments())
-    return train_task(recipe, trainer, data, began)
+    def reading(self) -> Reading:
+        """A text, perhaps a second one, and a label."""
+        rows = LabeledRows(self.recipe)
+        return Reading(_KIND, _KIND, lambda record: record.fields, __name__, rows, options=vars(rows))
 
+    def prepare(self, args: TrainingArguments) -> Sequence[str]:
+        """Load the tokenizer; read the samples and their labels."""
+        self.tokenizer = task_tokenizer(self.recipe)
+        lines = super().prepare(args)
+        self.labels = sorted(self.data.train.unique("label"), key=_order)
+        _check_labels(self.labels, [] if self.data.eval is None else self.data.eval.unique("label"))
+        return lines
 
-def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
-    """The Trainer with its data; ``args`` are those of the recipe, which a dry run adapts."""
-    return _trainer_with_data(recipe, args)[0]
+    def make_trainer(self, args: TrainingArguments) -> Trainer:
+        """The Trainer, with metrics of a classifier."""
+        from transformers import DataCollatorWithPadding
 
+        from ds_trainer.training.trainer import Trainer
 
-def _trainer_with_data(recipe: Recipe, args: TrainingArguments) -> tuple[Trainer, TaskData]:
-    from transformers import DataCollatorWithPadding
-
-    from ds_trainer.training.trainer import Trainer
-
-    tokenizer = task_tokenizer(recipe)
-    rows = LabeledRows(recipe)
-    reading = Reading(_KIND, _KIND, lambda record: record.fields, __name__, rows, options=vars(rows))
-    data = read_task_data(recipe.data, reading, seed_of(args))
-    labels = sorted(data.train.unique("label"), key=_order)
-    _check_labels(labels, [] if data.eval is None else data.eval.unique("label"))
-    length = recipe.tokens_per_sample
-    trainer = Trainer(
-        _model(recipe, labels, tokenizer, args),
-        args,
-        train_dataset=LabeledTexts(data.train, labels, tokenizer, length),
-        eval_dataset=None if data.eval is None else LabeledTexts(data.eval, labels, tokenizer, length),
-        data_collator=DataCollatorWithPadding(tokenizer),
-        processing_class=tokenizer,
-        compute_metrics=classification_metrics,
-    )
-    return trainer, data
+        tokenizer, length = self.tokenizer, self.recipe.tokens_per_sample
+        train, evaluation = self.data.train, self.data.eval
+        return Trainer(
+            _model(self.recipe, self.labels, tokenizer, args),
+            args,
+            train_dataset=LabeledTexts(train, self.labels, tokenizer, length),
+            eval_dataset=None if evaluation is None else LabeledTexts(evaluation, self.labels, tokenizer, length),
+            data_collator=DataCollatorWithPadding(tokenizer),
+            processing_class=tokenizer,
+            compute_metrics=classification_metrics,
+        )
 
 
 class LabeledRows:

@@ -9,14 +9,13 @@ from itertools import islice
 
 from ds_trainer.arguments.enums import PackingStrategy
 from ds_trainer.recipes.encoding import encoder_of
-from ds_trainer.recipes.fine_tuning_data import STREAMED, open_sources, split_of
+from ds_trainer.recipes.fine_tuning_data import STREAMED, open_text_sources, split_of
 from ds_trainer.recipes.language_model import language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
 from ds_trainer.samples.chat.page import PageOptions, write_page
-from ds_trainer.samples.sources.bad_lines import BadLines
 from ds_trainer.samples.sources.held_out import HeldOut
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLines, Record
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.printable import shown
@@ -38,11 +37,11 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
             f"{recipe.path} trains on all of the text, in blocks (data.sequence_length); set data.max_length for "
             "conversations and other samples."
         )
-    train, evaluation = open_sources(recipe.data)
-    found = [*train, *evaluation]
-    names, keyed = Counter(source.name for source in found), Counter((source.name, source.key) for source in found)
+    train, evaluation = open_text_sources(recipe.data)
+    opened = [*train, *evaluation]
+    names, keyed = Counter(source.name for source in opened), Counter((source.name, source.key) for source in opened)
     sources = {}
-    for number, source in enumerate(found, 1):
+    for number, source in enumerate(opened, 1):
         key = source.key if keyed[source.name, source.key] == 1 else f"{source.key}, {number}"
         sources[source.name if names[source.name] == 1 else f"{source.name} ({key})"] = source
     if only is not None and only not in sources:
@@ -77,7 +76,7 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
     problems = bad.problems()
     for problem in problems:
         print(shown(problem))
-    return recipe.data.bad_lines == "skip" or not (problems or any(found.refused for found in figures.values()))
+    return recipe.data.bad_lines == "skip" or not (problems or any(side.refused for side in figures.values()))
 
 
 def _options(recipe: Recipe, options: PageOptions, trained: int, only: str | None) -> PageOptions:

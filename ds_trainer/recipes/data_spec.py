@@ -87,15 +87,15 @@ class DataSpec:
     def sources(self, split: Literal["train", "eval"]) -> list[tuple[str, SourceSpec]]:
         """The sources of a split with their names in messages; the keys of the section are their defaults."""
         entries = getattr(self, split)
-        found = []
+        sources = []
         for index, entry in enumerate(entries):
             spec = entry if isinstance(entry, SourceSpec) else SourceSpec(path=(entry,))
             key = f"data.{split}" if all(isinstance(other, str) for other in entries) else f"data.{split}[{index}]"
             defaults = {name: getattr(self, name) for name in ("text_key", "file_pattern") if not getattr(spec, name)}
             if spec.format == "auto":
                 defaults["format"] = self.format
-            found.append((key, dataclasses.replace(spec, exclude=(*self.exclude, *spec.exclude), **defaults)))
-        return found
+            sources.append((key, dataclasses.replace(spec, exclude=(*self.exclude, *spec.exclude), **defaults)))
+        return sources
 
     def problems(self, arguments: dict[str, Any] | None = None) -> list[str]:
         """What cannot work, as one sentence per problem; ``arguments`` are those of the recipe."""
@@ -145,9 +145,9 @@ class DataSpec:
                 f"data: 'sequence_length' ({self.sequence_length}) makes blocks of text, 'max_length' "
                 f"({self.max_length}) samples of different lengths; remove one."
             )
-        given = arguments.get("max_length")
-        if not problems and None not in (given, self.max_length) and _tokens(given) != _tokens(self.max_length):
-            problems.append(f"data.max_length={self.max_length} and arguments.max_length={given} differ; remove one.")
+        length = arguments.get("max_length")
+        if not problems and None not in (length, self.max_length) and _tokens(length) != _tokens(self.max_length):
+            problems.append(f"data.max_length={self.max_length} and arguments.max_length={length} differ; remove one.")
         problems += [
             f"data.{name}={getattr(self, name)} is for text in blocks (sequence_length); use data.held_out."
             for name in _OF_BLOCKS

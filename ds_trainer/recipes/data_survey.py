@@ -13,9 +13,8 @@ from ds_trainer.recipes.starting_model import StartingModel
 from ds_trainer.samples.chat.options import EncodeOptions
 from ds_trainer.samples.chat.problems import SampleProblem
 from ds_trainer.samples.images.image_encoder import ImageEncoder
-from ds_trainer.samples.sources.bad_lines import BadLine, BadLines, BadRecord
 from ds_trainer.samples.sources.formats import RecordFormat, recognize
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLine, BadLines, BadRecord, Record
 from ds_trainer.samples.sources.rows import Row, read_rows
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
@@ -33,12 +32,12 @@ class DataSurvey:
     """The data.
 
     Attributes:
-        kind: of the records (see :class:`ds_trainer.samples.sources.record.Record`), ``classification``,
+        kind: what the records are (see :class:`ds_trainer.samples.sources.record.Record`), ``classification``,
             ``embedding`` or :data:`IMAGES`.
-        format: as a reader calls it.
+        format: what a reader calls it.
         samples: their number, at most :data:`COUNTED`.
         lengths: tokens of the first :data:`MEASURED` samples, sorted.
-        label_key: of classification, the key of the label.
+        label_key: the key of the label, for classification.
         bad_lines: among the samples that were counted.
     """
 
@@ -56,9 +55,9 @@ class DataSurvey:
     def describe(self) -> str:
         """One sentence."""
         number = f"{self.samples:,}" if self.samples < COUNTED else f"more than {COUNTED:,}"
-        one = "sample" if self.samples == 1 else "samples"
+        noun = "sample" if self.samples == 1 else "samples"
         return (
-            f"{number} {one} of {self.format}; tokens: median {self.percentile(0.5):,}, 95 % up to "
+            f"{number} {noun} of {self.format}; tokens: median {self.percentile(0.5):,}, 95 % up to "
             f"{self.percentile(0.95):,}, longest {self.lengths[-1]:,}"
             f"{'' if self.samples <= len(self.lengths) else f' (of the first {len(self.lengths):,})'}."
         )
@@ -134,8 +133,8 @@ def _embeddings(sources: Sequence[Source], tokenizer: Any) -> DataSurvey | None:
     """The survey of samples for embeddings; None if the first row is none, or could also be for a language model."""
     rows = (row for source in sources for file in source.files for row in read_rows(file))
     first = next(rows, None)
-    found = embedding_format(first.value) if isinstance(first, Row) else None
-    if not isinstance(first, Row) or found is None or isinstance(recognize(first.value), RecordFormat):
+    known = embedding_format(first.value) if isinstance(first, Row) else None
+    if not isinstance(first, Row) or known is None or isinstance(recognize(first.value), RecordFormat):
         return None
     lengths: list[int] = []
     samples = bad = 0
@@ -149,7 +148,7 @@ def _embeddings(sources: Sequence[Source], tokenizer: Any) -> DataSurvey | None:
             lengths.append(max(_count(text, tokenizer) for text in fields.values() if isinstance(text, str)))
     if not lengths:
         return None
-    return DataSurvey(KIND, f"{found[0]} for embeddings", samples, tuple(sorted(lengths)), bad_lines=bad)
+    return DataSurvey(KIND, f"{known[0]} for embeddings", samples, tuple(sorted(lengths)), bad_lines=bad)
 
 
 def _records(sources: Sequence[Source], bad: BadLines) -> Iterator[Record]:

@@ -16,7 +16,7 @@ class Devices:
     """Where a recipe is to run.
 
     Attributes:
-        text: as it was given.
+        text: what the user wrote.
         cluster: the GPUs; None on CPUs.
     """
 
@@ -43,24 +43,24 @@ def parse_devices(text: str) -> Devices:
     Raises:
         ConfigError: it is none of them, or the device is unknown.
     """
-    given = text.strip()
-    if given.lower() == "cpu":
+    words = text.strip()
+    if words.lower() == "cpu":
         return Devices("cpu")
-    parts = [part.strip() for part in re.split(r"\s+x\s+|(?<=\d)x(?=\s|\d|[A-Za-z])", given)]
+    parts = [part.strip() for part in re.split(r"\s+x\s+|(?<=\d)x(?=\s|\d|[A-Za-z])", words)]
     numbers = [int(part) for part in parts if part.isdecimal()]
     names = [part for part in parts if not part.isdecimal()]
-    if len(names) > 1 or len(numbers) > 2 or 0 in numbers or not given:
+    if len(names) > 1 or len(numbers) > 2 or 0 in numbers or not words:
         raise ConfigError(f"--devices {text!r} is not understood. Write {FORMS}.")
     nodes, per_node = numbers if len(numbers) == 2 else (1, numbers[0] if numbers else 1)
     if names:
-        return Devices(given, Cluster.of(names[0], nodes, per_node))
+        return Devices(words, Cluster.of(names[0], nodes, per_node))
     here = Cluster.of_this_machine(nodes)
     if per_node > here.devices_per_node:
         raise ConfigError(
             f"--devices {text}: this machine has {here.devices_per_node} GPUs. Name the GPUs of another one, as in "
             f"{per_node} x H100-80GB."
         )
-    return Devices(given, Cluster.of(here.device, nodes, per_node))
+    return Devices(words, Cluster.of(here.device, nodes, per_node))
 
 
 def default_devices() -> str:

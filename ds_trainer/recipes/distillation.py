@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.tokenizers import Tokenizer
+from ds_trainer.recipes.tokenizers import ByteTokenizer, Tokenizer
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ def trainer_class_of(recipe: Recipe, tokenizer: Tokenizer, args: TrainingArgumen
 
     Args:
         recipe: with the section ``distillation`` or without.
-        tokenizer: of the model that is trained.
-        args: of the run: its precision is that of the teacher.
+        tokenizer: the tokenizer of the model that is trained.
+        args: the arguments of the run; its precision is that of the teacher.
 
     Raises:
         ConfigError: the teacher is missing, or has another tokenizer.

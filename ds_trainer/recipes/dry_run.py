@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.recipes.jobs import arguments_of, trainer_of
+from ds_trainer.recipes.jobs import job_of
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.training.dry_run import Adapt, DryRun, dry_run
 from ds_trainer.training.loading.pretrained import from_config
@@ -39,14 +39,14 @@ def dry_run_of_recipe(
         ConfigError: ``ds-trainer train`` would raise it too.
     """
     recipe = load_recipe(path, overrides)
-    args = recipe.training_arguments()
+    args, job = recipe.training_arguments(), job_of(recipe)
 
     def make(adapt: Adapt) -> Trainer:
-        if not recipe.task.uses_library:
-            return trainer_of(recipe, adapt(args))
-        if replace_transformers is not None:
+        if recipe.task.uses_library and replace_transformers is not None:
             replace_transformers()
-        return trainer_of(recipe, adapt(arguments_of(recipe)))
+        adapted = adapt(job.arguments() if recipe.task.uses_library else args)
+        job.prepare(adapted)
+        return job.make_trainer(adapted)
 
     return dry_run(make, ranks, local_ranks, device_type, args.resume_from_checkpoint, device)
 
@@ -64,7 +64,7 @@ def dry_run_of_model(
 
     Args:
         config: the content of a ``config.json`` of transformers.
-        arguments: those of ``TrainingArguments``, such as a plan's.
+        arguments: for ``TrainingArguments``, such as a plan's.
         length: tokens of a sequence.
         ranks, local_ranks, device_type, device: see :func:`dry_run`.
 

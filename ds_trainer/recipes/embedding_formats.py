@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.samples.sources.bad_lines import BadRecord
 from ds_trainer.samples.sources.marks import ReadKeys
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadRecord, Record
 from ds_trainer.samples.sources.rows import Row
 
 KIND = "embedding"
@@ -40,14 +39,14 @@ def read_row(row: Row) -> Record:
     Raises:
         BadRecord: it has no known format, a text is empty, or a score is no number.
     """
-    found = embedding_format(row.value)
-    if found is None:
+    format = embedding_format(row.value)
+    if format is None:
         known = "; ".join(", ".join(keys) for _, keys in FORMATS)
         listed = ", ".join(map(repr, list(row.value)[:12])) if isinstance(row.value, Mapping) else "no mapping"
         raise BadRecord(f"no known format for embeddings; found {listed}. Known: {known}")
     fields: dict[str, Any] = {}
     values = ReadKeys(row.value)
-    for key in found[1]:
+    for key in format[1]:
         value = values[key]
         if key == "score":
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

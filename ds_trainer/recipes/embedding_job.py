@@ -9,17 +9,19 @@ micro-batches of all ranks together, as on one rank.
 from __future__ import annotations
 
 import inspect
-import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_trainer.recipes import embedding_formats
 from ds_trainer.recipes.embedding_formats import KIND, PAIRS, SCORED, TRIPLETS, embedding_format, read_row
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
-from ds_trainer.recipes.task_run import check_replaced, library_arguments, train_task
+from ds_trainer.recipes.task_data import Reading
+from ds_trainer.recipes.task_job import TaskJob, check_replaced, library_arguments
 from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.training.loading.peft_adapters import make_peft_config
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.training_arguments import TrainingArguments
 
 _RANKING = (
     "MultipleNegativesRankingLoss",
@@ -35,28 +37,37 @@ LOSSES = {
 }
 
 
-def run(recipe: Recipe) -> dict[str, Any]:
-    """Train the embedding model of ``recipe``, evaluate it, save it and report. Called by every rank.
+class EmbeddingJob(TaskJob):
+    """Trains a model of sentence-transformers."""
 
-    Returns:
-        The content of ``results.json`` on the main process, an empty dict elsewhere.
+    def arguments(self) -> Any:
+        """The arguments of the recipe and the options of the task, in the class of sentence-transformers."""
+        return library_arguments(self.recipe, _imported_library().SentenceTransformerTrainingArguments)
 
-    Raises:
-        ConfigError: the recipe cannot work; lists all problems found.
-    """
-    began = time.perf_counter()
-    trainer, data = _trainer_with_data(recipe, arguments_of(recipe))
-    return train_task(recipe, trainer, data, began)
+    def reading(self) -> Reading:
+        """Pairs, triplets, or pairs with scores."""
+        return Reading(KIND, KIND, lambda record: record.fields, embedding_formats.__name__, read_row)
 
+    def make_trainer(self, args: TrainingArguments) -> Any:
+        """The trainer of sentence-transformers."""
+        library, recipe, data = _imported_library(), self.recipe, self.data
+        format = embedding_format(dict.fromkeys(data.train.column_names))
+        assert format is not None  # read_row has found it in every row
+        loss_class, options = _loss(recipe, format[0])
+        model = _model(recipe, library)
+        evaluates = data.eval is not None and recipe.task.options.get("evaluation", True)
+        from ds_trainer.recipes.embedding_trainer import EmbeddingTrainer
 
-def arguments_of(recipe: Recipe) -> Any:
-    """The arguments of the recipe and the options of the task, in the class of sentence-transformers."""
-    return library_arguments(recipe, _imported_library().SentenceTransformerTrainingArguments)
-
-
-def trainer_of(recipe: Recipe, args: Any) -> Any:
-    """The trainer of sentence-transformers with its data; a dry run adapts ``args``, those of :func:`arguments_of`."""
-    return _trainer_with_data(recipe, args)[0]
+        trainer = EmbeddingTrainer(
+            model=model,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            loss=loss_class(model, **options),
+            evaluator=_evaluator(format, data.eval, args.per_device_eval_batch_size) if evaluates else None,
+        )
+        _check_layout(recipe, trainer, loss_class.__name__)
+        return trainer
 
 
 def _imported_library() -> Any:
@@ -66,29 +77,6 @@ def _imported_library() -> Any:
         raise ConfigError("Task embedding needs sentence-transformers: pip install sentence-transformers.") from error
     check_replaced("embedding")
     return sentence_transformers
-
-
-def _trainer_with_data(recipe: Recipe, args: Any) -> tuple[Any, TaskData]:
-    library = _imported_library()
-    reading = Reading(KIND, KIND, lambda record: record.fields, embedding_formats.__name__, read_row)
-    data = read_task_data(recipe.data, reading, seed_of(args))
-    format = embedding_format(dict.fromkeys(data.train.column_names))
-    assert format is not None  # read_row has found it in every row
-    loss_class, options = _loss(recipe, format[0])
-    model = _model(recipe, library)
-    evaluates = data.eval is not None and recipe.task.options.get("evaluation", True)
-    from ds_trainer.recipes.embedding_trainer import EmbeddingTrainer
-
-    trainer = EmbeddingTrainer(
-        model=model,
-        args=args,
-        train_dataset=data.train,
-        eval_dataset=data.eval,
-        loss=loss_class(model, **options),
-        evaluator=_evaluator(format, data.eval, args.per_device_eval_batch_size) if evaluates else None,
-    )
-    _check_layout(recipe, trainer, loss_class.__name__)
-    return trainer, data
 
 
 def _check_layout(recipe: Recipe, trainer: Any, loss: str) -> None:

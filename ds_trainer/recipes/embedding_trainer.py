@@ -48,7 +48,7 @@ def gathering(loss_class: Any) -> Any:
 
         def compute_loss_from_embeddings(self, embeddings: list[Any], labels: Any) -> Any:
             if self.gather_across_devices and get_world_size() > 1:
-                embeddings = [all_gather_with_grad(one.contiguous()) for one in embeddings]
+                embeddings = [all_gather_with_grad(vectors.contiguous()) for vectors in embeddings]
                 labels = all_gather(labels.contiguous())
             return super().compute_loss_from_embeddings(embeddings, labels)
 

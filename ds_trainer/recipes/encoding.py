@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_trainer.recipes.processors import processor_of
 from ds_trainer.recipes.recipe import Recipe
+from ds_trainer.recipes.tokenizers import processor_of
 from ds_trainer.samples.chat.encoder import Encoded, Encoder
 from ds_trainer.samples.chat.options import EncodeOptions
 from ds_trainer.samples.chat.problems import SampleProblem
@@ -30,7 +30,7 @@ class RecordEncoder:
     """Encodes records, and counts those that cannot be used, or refuses them.
 
     Args:
-        encoder: of valid records.
+        encoder: encodes valid records.
         skips: bad lines, and records that cannot be encoded, give no sample and are counted.
     """
 
@@ -58,7 +58,7 @@ def encoder_of(recipe: Recipe, tokenizer: Any) -> RecordEncoder:
 
     Args:
         recipe: its section ``data`` has the options.
-        tokenizer: of transformers; it gets the recipe's chat template, so that it is saved with it. For task
+        tokenizer: one of transformers; it gets the recipe's chat template, so that it is saved with it. For task
             ``vision_language`` the model's processor has its own, which is used in its place.
 
     Raises:
@@ -66,8 +66,8 @@ def encoder_of(recipe: Recipe, tokenizer: Any) -> RecordEncoder:
     """
     processor = processor_of(recipe) if recipe.task.name == "vision_language" else None
     data = recipe.data
-    given = data.chat_template
-    template = None if given is None else load_template(given, tokenizer if processor is None else processor.tokenizer)
+    named = data.chat_template
+    template = None if named is None else load_template(named, tokenizer if processor is None else processor.tokenizer)
     options = EncodeOptions(
         chat_template=template,
         train_on=data.train_on,

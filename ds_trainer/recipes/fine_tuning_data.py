@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset
@@ -16,15 +15,15 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.source_ids import with_source
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder, identity_of
-from ds_trainer.recipes.prepared_sources import prepare_sources
+from ds_trainer.recipes.prepared_sources import open_sources, prepare_sources
 from ds_trainer.samples.chat.problems import NOTICES, unread_lines, unread_of
 from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.prepared.prepare import NothingPrepared, default_directory
-from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.formats import RecordFormat
 from ds_trainer.samples.sources.held_out import HeldOut
 from ds_trainer.samples.sources.mixture import Mixture
 from ds_trainer.samples.sources.mixture_stream import MixtureStream
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.training.loop.source_losses import records_sources
 from ds_trainer.utils.errors import ConfigError
@@ -40,7 +39,7 @@ class SourceFigures:
     """What became of a source.
 
     Attributes:
-        name, kind, format: of the source and its samples.
+        name, kind, format: what the source is called, and what its samples are.
         files: that were read.
         records: that are trained on (of evaluation data: evaluated), without bad lines.
         samples, tokens, trained_tokens: that they gave; the first token of a sample is no target.
@@ -68,8 +67,8 @@ class EvaluationSamples(ConcatDataset[Any]):
     """The samples of evaluation, one dataset after the other.
 
     Args:
-        datasets: of the sources.
-        names: of the sources.
+        datasets: one for each source.
+        names: how the sources are called.
         numbered: whether samples carry the number of their source (:mod:`ds_trainer.data.source_ids`).
     """
 
@@ -95,8 +94,8 @@ class FineTuningData:
     """The samples of a recipe.
 
     Attributes:
-        train: of training, mixed.
-        eval: of evaluation; None if there is none.
+        train: what is trained on, mixed.
+        eval: what is evaluated; None if there is nothing.
         sources, eval_sources: figures of each source.
         lines: what was found, for the log.
     """
@@ -134,34 +133,22 @@ class FineTuningData:
         ]
 
 
-def open_sources(spec: DataSpec) -> tuple[list[Source], list[Source]]:
-    """The sources of training and of evaluation, whose files are not among those of training.
+def open_text_sources(spec: DataSpec) -> tuple[list[Source], list[Source]]:
+    """The sources of training and of evaluation, with samples that can be trained on here.
 
     Raises:
-        ConfigError: paths match nothing, or samples have a kind that cannot be trained on here; lists all problems.
+        ConfigError: paths match nothing, or samples are preferences; lists all problems.
     """
-    problems: list[str] = []
-    held_out: set[Path] = set()
-    found: dict[str, list[Source]] = {"eval": [], "train": []}
-    for split in ("eval", "train"):
-        for key, entry in spec.sources(split):
-            try:
-                source = Source(entry, key, held_out if split == "train" else ())
-            except ConfigError as error:
-                problems += error.problems
-                continue
-            if split == "eval":
-                held_out.update(file.path for file in source.files)
-            found[split].append(source)
-            format = source.find_format()
-            if format is not None and format.kind == "preference":
-                problems.append(
-                    f"{key}: {format.name} are for preference training, not for this job: take task dpo. To train on "
-                    "the good answers alone, set kind to messages (or text_key) if the samples have those too."
-                )
-    if problems:
-        raise ConfigError(problems)
-    return found["train"], found["eval"]
+    return open_sources(spec, _preferences)
+
+
+def _preferences(format: RecordFormat) -> str | None:
+    if format.kind != "preference":
+        return None
+    return (
+        f"{format.name} are for preference training, not for this job: take task dpo. To train on the good answers "
+        "alone, set kind to messages (or text_key) if the samples have those too."
+    )
 
 
 def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: RecordEncoder) -> FineTuningData:
@@ -169,13 +156,13 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
 
     Args:
         spec: the section ``data`` of a recipe.
-        args: of the run: the seed, and whether rows are made from the lengths of samples.
+        args: the arguments of the run: the seed, and whether rows are made from the lengths of samples.
         encoder: gives the samples of a record.
 
     Raises:
         ConfigError: lists all bad lines, or the first of them with their number.
     """
-    train_sources, eval_sources = open_sources(spec)
+    train_sources, eval_sources = open_text_sources(spec)
     split = split_of(spec, train_sources)
     directory, identity = spec.prepared_dir or default_directory(), identity_of(encoder)
     problems: list[str] = []
@@ -194,7 +181,7 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
             )
         return None
 
-    found = [] if spec.streaming else [samples_of(source, split, False) for source in train_sources]
+    trained = [] if spec.streaming else [samples_of(source, split, False) for source in train_sources]
     evaluated = [samples_of(source, None, False) for source in eval_sources]
     if split is not None and not problems:
         evaluated = [samples_of(source, split, True) for source in train_sources]
@@ -203,18 +190,23 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
                 f"data.held_out takes none of the records ({split.portion:.3g} of them are wanted). "
                 "Equal records are on the same side; give a larger share, or a number of samples."
             )
-    prepared = [dataset for dataset in found if dataset is not None]
+    prepared = [dataset for dataset in trained if dataset is not None]
     held_out = [dataset for dataset in evaluated if dataset is not None]
     if problems:
-        raise ConfigError(_all_problems(spec, [*train_sources, *eval_sources], problems))
+        bad = BadLines(spec.bad_lines)  # tokenizing stops after some, so the files are read again for all of them
+        for source in (*train_sources, *eval_sources):
+            for _ in source.read(bad):
+                pass
+        raise ConfigError([*bad.problems(), *(problem for problem in problems if problem not in bad)])
     if spec.streaming:
         figures = [SourceFigures(s.name, _kind(s), s.format_name, len(s.files)) for s in train_sources]
     else:
         figures = [_figures(source, dataset) for source, dataset in zip(train_sources, prepared, strict=True)]
     eval_figures = [_figures(source, dataset) for source, dataset in zip(eval_sources, held_out, strict=False)]
     for rows in (figures, eval_figures):
-        for row, name in zip(rows, _distinct([row.name for row in rows]), strict=True):
-            row.name = name
+        times = Counter(row.name for row in rows)
+        for index, row in enumerate(rows):
+            row.name += "" if times[row.name] == 1 else f" ({index})"
     train_names = [row.name for row in figures]
     train: Mixture | MixtureStream
     if spec.streaming:
@@ -227,16 +219,6 @@ def read_fine_tuning_data(spec: DataSpec, args: TrainingArguments, encoder: Reco
     data = FineTuningData(train, evaluation, figures, eval_figures)
     data.lines.extend(_lines(data, [*train_sources, *eval_sources], split is not None))
     return data
-
-
-def _all_problems(spec: DataSpec, sources: Sequence[Source], problems: Sequence[str]) -> list[str]:
-    """``problems`` of tokenizing, which stops after some, with all bad lines, for which the files are read again."""
-    bad = BadLines(spec.bad_lines)
-    for source in sources:
-        for _ in source.read(bad):
-            pass
-    lines = bad.problems()
-    return [*lines, *(problem for problem in problems if problem not in bad)]
 
 
 def split_of(spec: DataSpec, sources: Sequence[Source]) -> HeldOut | None:
@@ -252,14 +234,9 @@ def split_of(spec: DataSpec, sources: Sequence[Source]) -> HeldOut | None:
         return HeldOut.share(spec.held_out)
     bad = BadLines(spec.bad_lines)
     try:
-        return HeldOut.count(int(spec.held_out), _all(sources, bad))
+        return HeldOut.count(int(spec.held_out), (record for source in sources for record in source.read(bad)))
     finally:
         bad.check()
-
-
-def _all(sources: Sequence[Source], bad: BadLines) -> Iterator[Record]:
-    for source in sources:
-        yield from source.read(bad)
 
 
 def _figures(source: Source, dataset: PreparedDataset) -> SourceFigures:
@@ -286,20 +263,15 @@ def _kind(source: Source) -> str:
     return "unknown" if format is None else format.kind
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
-    counts = Counter(names)
-    return [name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names)]
-
-
 def _mixture(
     spec: DataSpec, args: TrainingArguments, datasets: Sequence[PreparedDataset], names: Sequence[str]
 ) -> Mixture:
     weights = [entry.weight for _, entry in spec.sources("train")]
-    given = [weight for weight in weights if weight is not None]
+    set_weights = [weight for weight in weights if weight is not None]
     seed = args.seed if args.data_seed is None else args.data_seed
     by_length = args.packing or str(args.train_sampling_strategy) in _BY_LENGTH
     numbered = records_sources(args) and len(names) > 1
-    return Mixture(datasets, given or None, names=names, seed=seed, new_samples=not by_length, numbered=numbered)
+    return Mixture(datasets, set_weights or None, names=names, seed=seed, new_samples=not by_length, numbered=numbered)
 
 
 def _stream(

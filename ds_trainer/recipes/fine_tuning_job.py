@@ -3,150 +3,144 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ds_trainer.data.padding import TokenPaddingCollator
-from ds_trainer.recipes.data_card import write_data_card
+import numpy as np
+
+from ds_trainer.data.collators import TokenPaddingCollator
+from ds_trainer.monitor.report.run_files import DATA_CARD_NAME
 from ds_trainer.recipes.distillation import trainer_class_of
-from ds_trainer.recipes.encoding import encoder_of
-from ds_trainer.recipes.fine_tuning_data import FineTuningData, open_sources, read_fine_tuning_data
+from ds_trainer.recipes.encoding import RecordEncoder, encoder_of
+from ds_trainer.recipes.fine_tuning_data import FineTuningData, SourceFigures, open_text_sources, read_fine_tuning_data
+from ds_trainer.recipes.job import Job, final_evaluation, finished_in
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
-from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.report import generate_sample
-from ds_trainer.recipes.run_results import final_evaluation, finished_in, train_and_report
+from ds_trainer.recipes.report import last_lines, sample_of
 from ds_trainer.recipes.tokenizers import PretrainedTokenizer
+from ds_trainer.samples.chat.display import parts
+from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.sources.mixture_stream import MixtureStream
-from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.errors import ConfigError, Problems
+from ds_trainer.utils.files import write_json
+from ds_trainer.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ds_trainer.arguments.training_arguments import TrainingArguments
-    from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
 
-logger = get_logger(__name__)
 
+class FineTuningJob(Job):
+    """Fine-tunes the model of a recipe on conversations, prompts or texts.
 
-@dataclass(frozen=True)
-class FineTuningInputs:
-    """The inputs of a recipe, read and checked."""
+    Attributes:
+        tokenizer, model_config, encoder, data: what :meth:`prepare` has read.
+    """
 
+    auto_class = "AutoModelForCausalLM"
     tokenizer: PretrainedTokenizer
     model_config: PretrainedConfig
+    encoder: RecordEncoder
     data: FineTuningData
 
+    def prepare(self, args: TrainingArguments) -> Sequence[str]:
+        """Read and check the model's configuration, its tokenizer, and the data."""
+        recipe, problems = self.recipe, Problems()
+        with problems.collecting():
+            open_text_sources(recipe.data)
+        with problems.collecting():
+            self.check_recipe()
+        with problems.collecting():
+            tokenizer = tokenizer_of(recipe)
+            self.model_config = language_model_config(recipe, tokenizer)
+            if not isinstance(tokenizer, PretrainedTokenizer):
+                raise ConfigError(
+                    "data.tokenizer: samples of up to max_length tokens need a tokenizer of transformers, not bytes. "
+                    "Set data.tokenizer to a directory or a name on the Hub, or data.sequence_length in place of "
+                    "max_length."
+                )
+            self.tokenizer, self.encoder = tokenizer, encoder_of(recipe, tokenizer.pretrained)
+            self.check_model()
+        problems.raise_if_any()
+        self.data = read_fine_tuning_data(recipe.data, args, self.encoder)
+        return self.data.lines
 
-Inputs = TypeVar("Inputs", bound=FineTuningInputs)
+    def check_recipe(self) -> None:
+        """Raise ConfigError if a section of the recipe cannot work with this job."""
 
+    def check_model(self) -> None:
+        """Raise ConfigError if the model cannot be trained on such samples."""
 
-def run(recipe: Recipe) -> dict[str, Any]:
-    """Fine-tune the model of ``recipe`` on text: :func:`run_job` with the functions of this module."""
-    return run_job(recipe, prepare, make_trainer)
+    def make_trainer(self, args: TrainingArguments) -> Trainer:
+        """The Trainer, perhaps with a teacher."""
+        model = build_language_model(self.recipe, self.model_config, args.seed, args.allow_new_weights, self.auto_class)
+        return trainer_class_of(self.recipe, self.tokenizer, args)(
+            model,
+            args,
+            data_collator=self.collator(args),
+            train_dataset=self.data.train,
+            eval_dataset=self.data.eval,
+            processing_class=self.processing_class(),  # saved in every checkpoint, and with the final weights
+        )
 
+    def collator(self, args: TrainingArguments) -> Any:
+        """Makes batches of samples."""
+        return TokenPaddingCollator(self.padding_token())
 
-def run_job(
-    recipe: Recipe,
-    prepare: Callable[[Recipe, TrainingArguments], Inputs],
-    make_trainer: Callable[[Recipe, Inputs, TrainingArguments], Trainer],
-) -> dict[str, Any]:
-    """Fine-tune the model of ``recipe``, evaluate it, save it and report. Called by every rank.
+    def padding_token(self) -> int:
+        """The token that fills shorter samples of a batch."""
+        token: int | None = self.encoder.encoder.tokenizer.pad_token_id
+        return self.tokenizer.separator_id if token is None else token
 
-    The output directory has the files of the :class:`~ds_trainer.training.trainer.Trainer`, the weights with the
-    tokenizer, and ``results.json``, which is written last and so exists only if the run succeeded.
+    def processing_class(self) -> Any:
+        """What makes inputs of texts for the model."""
+        return self.tokenizer.pretrained
 
-    Args:
-        recipe: what to train.
-        prepare: reads and checks what is needed, without weights and engine.
-        make_trainer: makes the Trainer of it.
+    def begin(self, trainer: Trainer) -> None:
+        """Write the data card, so that a run that dies has it."""
+        if trainer.is_world_process_zero():
+            write_data_card(self.data, self.tokenizer.pretrained, Path(str(trainer.args.output_dir)))
 
-    Returns:
-        The content of ``results.json`` on the main process, an empty dict elsewhere.
+    def evaluate(self, trainer: Trainer) -> float | None:
+        """The loss on the held-out samples."""
+        return None if self.data.eval is None else final_evaluation(trainer)["eval_loss"]
 
-    Raises:
-        ConfigError: the recipe cannot work; lists all problems found.
-    """
-    began = time.perf_counter()
-    args = recipe.training_arguments()
-    inputs = prepare(recipe, args)
-    for line in inputs.data.lines:
-        logger.info("%s", line)
-    trainer = make_trainer(recipe, inputs, args)
-    output_dir = str(args.output_dir)
-    if trainer.is_world_process_zero():  # now, so that a run that dies has it
-        write_data_card(inputs.data, inputs.tokenizer.pretrained, Path(output_dir))
-
-    def describe(output: TrainOutput, loss: float | None) -> dict[str, Any]:
-        prompt, figures = recipe.report.sample_prompt, inputs.data.to_dict()
-        epochs = float(trainer.state.epoch or 0.0)
-        sample = generate_sample(output_dir, inputs.tokenizer, recipe.report, args.seed) if prompt else None
+    def figures(self, trainer: Trainer, evaluation: float | None) -> Mapping[str, Any]:
+        """Figures of the data, the loss, and a sample."""
+        recipe, data, epochs = self.recipe, self.data.to_dict(), float(trainer.state.epoch or 0.0)
         return {
-            "data": figures,
-            "tokens_trained": tokens_trained(inputs.data, epochs),
-            "evaluation": None if loss is None else _evaluation(loss, figures),
-            "sample": {"prompt": prompt, "text": sample} if sample is not None else None,
+            "data": data,
+            "tokens_trained": tokens_trained(self.data, epochs),
+            "evaluation": None if evaluation is None else _evaluation(evaluation, data),
+            "sample": sample_of(recipe, self.tokenizer, trainer.args) if recipe.report.sample_prompt else None,
         }
 
-    def measure() -> float | None:
-        return final_evaluation(trainer)["eval_loss"] if inputs.data.eval is not None else None
-
-    return train_and_report(recipe, trainer, began, measure, describe, report_text)
-
-
-def trainer_of(recipe: Recipe, args: TrainingArguments) -> Trainer:
-    """The Trainer with its data; ``args`` are those of the recipe, which a dry run adapts."""
-    return make_trainer(recipe, prepare(recipe, args), args)
-
-
-def prepare(recipe: Recipe, args: TrainingArguments) -> FineTuningInputs:
-    """Read and check the data, the tokenizer and the model config of ``recipe``, without weights and engine.
-
-    Raises:
-        ConfigError: some of them are missing or cannot work; lists the problems of data and model.
-    """
-    problems: list[str] = []
-    try:
-        open_sources(recipe.data)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        tokenizer = tokenizer_of(recipe)
-        model_config = language_model_config(recipe, tokenizer)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
-    if not isinstance(tokenizer, PretrainedTokenizer):
-        problems.append(
-            "data.tokenizer: samples of up to max_length tokens need a tokenizer of transformers, not bytes. "
-            "Set data.tokenizer to a directory or a name on the Hub, or data.sequence_length in place of max_length."
-        )
-    if problems or not isinstance(tokenizer, PretrainedTokenizer):
-        raise ConfigError(problems)
-    data = read_fine_tuning_data(recipe.data, args, encoder_of(recipe, tokenizer.pretrained))
-    return FineTuningInputs(tokenizer, model_config, data)
-
-
-def make_trainer(recipe: Recipe, inputs: FineTuningInputs, args: TrainingArguments) -> Trainer:
-    """The Trainer of ``recipe``.
-
-    Raises:
-        ConfigError: the run cannot work; lists all problems found.
-    """
-    model = build_language_model(recipe, inputs.model_config, args.seed, args.allow_new_weights)
-    tokenizer = inputs.tokenizer.pretrained
-    padding = tokenizer.pad_token_id
-    return trainer_class_of(recipe, inputs.tokenizer, args)(
-        model,
-        args,
-        data_collator=TokenPaddingCollator(inputs.tokenizer.separator_id if padding is None else padding),
-        train_dataset=inputs.data.train,
-        eval_dataset=inputs.data.eval,
-        processing_class=tokenizer,  # saved in every checkpoint, and with the final weights
-    )
+    def report(self, results: Mapping[str, Any], evaluation: Any) -> str:
+        """What was trained on, the loss, and the sample."""
+        data, measured, trained = results["data"], results["evaluation"], results["tokens_trained"]
+        lines = ["", finished_in(results)]
+        if trained:
+            lines.append(
+                f"Trained on {sum(trained.values()):,} tokens; {data['trained_share']:.1%} of the tokens of a sample "
+                "are trained on."
+            )
+        else:
+            lines += [f"  {row['name']}: {row['share']:.1%} of the samples, streamed" for row in data["sources"]]
+        for row in data["sources"] if trained else ():
+            tokens = trained[row["name"]]
+            lines.append(
+                f"  {row['name']}: {row['samples']:,} samples of {row['format']}, {tokens:,} tokens trained on"
+            )
+        if measured is None:
+            lines.append("No evaluation: set data.eval or data.held_out for one.")
+        else:
+            lines.append(
+                f"Held-out loss {measured['eval_loss']:.4f} nats per token (perplexity "
+                f"{measured['eval_perplexity_per_token']:.2f}), {measured['eval_samples']:,} samples."
+            )
+        return "\n".join([*lines, *last_lines(results)])
 
 
 def tokens_trained(data: FineTuningData, epochs: float) -> dict[str, int]:
@@ -162,33 +156,6 @@ def tokens_trained(data: FineTuningData, epochs: float) -> dict[str, int]:
     }
 
 
-def report_text(results: dict[str, Any], loss: float | None = None) -> str:
-    """The printed report, from the content of ``results.json``."""
-    data, evaluation, trained = results["data"], results["evaluation"], results["tokens_trained"]
-    lines = ["", finished_in(results)]
-    if trained:
-        lines.append(
-            f"Trained on {sum(trained.values()):,} tokens; {data['trained_share']:.1%} of the tokens of a sample are "
-            "trained on."
-        )
-    else:
-        lines += [f"  {row['name']}: {row['share']:.1%} of the samples, streamed" for row in data["sources"]]
-    for row in data["sources"] if trained else ():
-        tokens = trained[row["name"]]
-        lines.append(f"  {row['name']}: {row['samples']:,} samples of {row['format']}, {tokens:,} tokens trained on")
-    if evaluation is None:
-        lines.append("No evaluation: set data.eval or data.held_out for one.")
-    else:
-        lines.append(
-            f"Held-out loss {evaluation['eval_loss']:.4f} nats per token (perplexity "
-            f"{evaluation['eval_perplexity_per_token']:.2f}), {evaluation['eval_samples']:,} samples."
-        )
-    if results["sample"]:
-        lines += ["", "Sample from the saved model (begins with the prompt):", "-" * 72]
-        lines += [results["sample"]["prompt"] + results["sample"]["text"], "-" * 72]
-    return "\n".join([*lines, f"Weights, logs and results.json are in {results['output_dir']}"])
-
-
 def _evaluation(loss: float, figures: dict[str, Any]) -> dict[str, Any]:
     return {
         "eval_loss": loss,
@@ -196,3 +163,78 @@ def _evaluation(loss: float, figures: dict[str, Any]) -> dict[str, Any]:
         "eval_samples": figures["eval_samples"],
         "eval_target_tokens": figures["eval_target_tokens"],
     }
+
+
+# -- the data card, which the report shows: counts, lengths, and samples with what is trained on -----------------------
+
+SAMPLES = 3
+"""Samples of each source."""
+_SOURCES, _TOKENS = 6, 1500  # of how many sources samples are shown, and how much of each
+
+
+def write_data_card(data: FineTuningData, tokenizer: Any, output_dir: Path) -> None:
+    """Write the card of ``data`` to ``output_dir``.
+
+    Args:
+        data: the samples of the run.
+        tokenizer: a tokenizer of transformers; decodes.
+        output_dir: directory of the run.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(output_dir / DATA_CARD_NAME, without_secrets(data_card(data, tokenizer)))
+
+
+def data_card(data: FineTuningData, tokenizer: Any) -> dict[str, Any]:
+    """The content of ``data_card.json``; its form: :mod:`ds_trainer.monitor.report.figures`."""
+    figures = data.to_dict()
+    if isinstance(data.train, MixtureStream):
+        rows = [{**row, "share": f"{row['share']:.1%}"} for row in figures["sources"]]
+        return {"figures": {"samples for evaluation": figures["eval_samples"], "training data": "streamed"},
+                "sources": rows}  # fmt: skip
+    return {
+        "figures": {
+            "samples of an epoch": len(data.train),
+            "tokens": figures["tokens"],
+            "trained on": f"{figures['trained_tokens']:,} tokens ({figures['trained_share']:.1%})",
+            "samples for evaluation": figures["eval_samples"],
+            "bad lines left out": figures["bad_lines"],
+        },
+        "sources": [_row(source) for source in data.sources],
+        "lengths": _histogram(data.train.lengths),
+        "samples": [
+            _sample(row.name, dataset, index, tokenizer)
+            for row, dataset in list(zip(data.sources, data.train.datasets, strict=True))[:_SOURCES]
+            for index in range(min(SAMPLES, len(dataset)))
+        ],
+    }
+
+
+def _row(source: SourceFigures) -> dict[str, Any]:
+    share = source.trained_tokens / max(source.tokens, 1)
+    return {
+        "name": source.name,
+        "format": source.format,
+        "records": source.records,
+        "samples": source.samples,
+        "tokens": source.tokens,
+        "trained on": f"{share:.1%}",
+        "without a sample": source.without_sample,
+        **source.notices,
+        **({"keys not used": ", ".join(source.unread)} if source.unread else {}),
+    }
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
+    """Samples by length, in powers of two."""
+    last = int(np.ceil(np.log2(int(lengths.max()) + 1)))
+    edges = 2 ** np.arange(last + 1)
+    counts = np.histogram(lengths, edges)[0]
+    first = int(np.flatnonzero(counts)[0])
+    return {"edges": edges[first:].tolist(), "counts": counts[first:].tolist()}
+
+
+def _sample(name: str, dataset: PreparedDataset, index: int, tokenizer: Any) -> dict[str, Any]:
+    sample = dataset[index]
+    ids, labels = sample["input_ids"][:_TOKENS].numpy(), sample["labels"][:_TOKENS].numpy()
+    pieces = [{"text": tokenizer.decode(run.tolist()), "trained": trained} for trained, run in parts(ids, labels)]
+    return {"source": f"{name}: {dataset.source(index)}", "pieces": pieces}

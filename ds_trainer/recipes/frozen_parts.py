@@ -43,12 +43,12 @@ def freeze(model: Any, selected: Sequence[str], where: str) -> None:
     problems = []
     for entry in selected:
         if entry in PARTS and has_vision:
-            found = [name for name in parameters if part_of(name) == entry]
+            names = [name for name in parameters if part_of(name) == entry]
         else:
-            found = fnmatch.filter(parameters, entry)
-        for name in found:
+            names = fnmatch.filter(parameters, entry)
+        for name in names:
             parameters[name].requires_grad_(False)
-        if not found:
+        if not names:
             children = dict.fromkeys(".".join(name.split(".")[:2]) for name in parameters)
             problems.append(
                 f"{where}: model.freeze: {entry!r} selects no parameter. Parts of vision-language models are "

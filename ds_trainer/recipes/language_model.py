@@ -12,10 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.frozen_parts import freeze
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.tokenizers import Tokenizer, load_tokenizer
+from ds_trainer.recipes.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import exists
 

@@ -57,7 +57,7 @@ class Wanted:
     Attributes:
         model: that is trained.
         data: paths.
-        survey: of the data.
+        survey: what is known of the data.
         devices: where it runs.
         output: output directory.
         teacher: directory or Hub name of a model whose distribution is learned, for fine-tuning.
@@ -261,7 +261,7 @@ def _data(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
         return
     yield "held_out", 0.1 if small else 0.05, "share of the samples for evaluation"
     length = length_of(wanted)
-    longer = sum(1 for one in wanted.survey.lengths if one > length)
+    longer = sum(1 for size in wanted.survey.lengths if size > length)
     reason = f"{longer:,} of {len(wanted.survey.lengths):,} samples are longer" if longer else "no sample is longer"
     yield "max_length", length, f"tokens{', with those of images' if wanted.survey.kind == IMAGES else ''}; {reason}"
     if task in ("full", "lora", "qlora", "vision_language"):

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.saved_model import SavedModel, find_saved_model
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.printable import shown
 

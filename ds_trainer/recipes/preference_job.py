@@ -6,16 +6,19 @@ TRL's trainers are subclasses of transformers' Trainer. The command line has put
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data, seed_of
-from ds_trainer.recipes.task_run import check_replaced, library_arguments, task_tokenizer, train_task
+from ds_trainer.recipes.task_data import Reading
+from ds_trainer.recipes.task_job import TaskJob, check_replaced, library_arguments, task_tokenizer
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.training.loading.model_files import model_directory
 from ds_trainer.training.loading.peft_adapters import make_peft_config
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.training_arguments import TrainingArguments
 
 _CLASSES = {
     "dpo": ("DPOConfig", "DPOTrainer", "AutoModelForCausalLM", "CAUSAL_LM"),
@@ -23,49 +26,41 @@ _CLASSES = {
 }
 
 
-def run(recipe: Recipe) -> dict[str, Any]:
-    """Train the model of ``recipe`` on preferences, evaluate it, save it and report. Called by every rank.
+class PreferenceJob(TaskJob):
+    """Trains a model to prefer the chosen answers, or to score them higher."""
 
-    Returns:
-        The content of ``results.json`` on the main process, an empty dict elsewhere.
+    tokenizer: Any
 
-    Raises:
-        ConfigError: the recipe cannot work; lists all problems found.
-    """
-    began = time.perf_counter()
-    args = arguments_of(recipe)
-    trainer, data = _trainer_with_data(recipe, args)
-    return train_task(recipe, trainer, data, began)
+    def arguments(self) -> Any:
+        """The arguments of the recipe and the options of the task, in TRL's class."""
+        config_class = getattr(_imported_trl(), _CLASSES[self.recipe.task.name][0])
+        return library_arguments(self.recipe, config_class, max_length=self.recipe.tokens_per_sample)
 
+    def reading(self) -> Reading:
+        """A prompt and two answers."""
+        return Reading(self.recipe.task.name, "preference", _fields, __name__)
 
-def arguments_of(recipe: Recipe) -> Any:
-    """The arguments of the recipe and the options of the task, in TRL's class."""
-    trl = _imported_trl()
-    return library_arguments(recipe, getattr(trl, _CLASSES[recipe.task.name][0]), max_length=recipe.tokens_per_sample)
+    def prepare(self, args: TrainingArguments) -> Sequence[str]:
+        """Load the tokenizer and read the samples."""
+        self.tokenizer = task_tokenizer(self.recipe)
+        return super().prepare(args)
 
-
-def trainer_of(recipe: Recipe, args: Any) -> Any:
-    """TRL's trainer with its data; ``args`` are those of :func:`arguments_of`, which a dry run adapts."""
-    return _trainer_with_data(recipe, args)[0]
-
-
-def _trainer_with_data(recipe: Recipe, args: Any) -> tuple[Any, TaskData]:
-    _, trainer_name, auto_class, task_type = _CLASSES[recipe.task.name]
-    tokenizer = task_tokenizer(recipe)
-    data = read_task_data(recipe.data, Reading(recipe.task.name, "preference", _fields, __name__), seed_of(args))
-    more: dict[str, Any] = {}
-    if recipe.task.name == "dpo" and recipe.model.peft is None:  # with adapters, the base is the reference
-        more["ref_model"] = _model(recipe, auto_class, args.seed, tokenizer)
-    trainer = getattr(_imported_trl(), trainer_name)(
-        model=_model(recipe, auto_class, args.seed, tokenizer),
-        args=args,
-        train_dataset=data.train,
-        eval_dataset=data.eval,
-        processing_class=tokenizer,
-        peft_config=_adapters(recipe, task_type),
-        **more,
-    )
-    return trainer, data
+    def make_trainer(self, args: TrainingArguments) -> Any:
+        """TRL's trainer."""
+        recipe, tokenizer = self.recipe, self.tokenizer
+        _, trainer_name, auto_class, task_type = _CLASSES[recipe.task.name]
+        more: dict[str, Any] = {}
+        if recipe.task.name == "dpo" and recipe.model.peft is None:  # with adapters, the base is the reference
+            more["ref_model"] = _model(recipe, auto_class, args.seed, tokenizer)
+        return getattr(_imported_trl(), trainer_name)(
+            model=_model(recipe, auto_class, args.seed, tokenizer),
+            args=args,
+            train_dataset=self.data.train,
+            eval_dataset=self.data.eval,
+            processing_class=tokenizer,
+            peft_config=_adapters(recipe, task_type),
+            **more,
+        )
 
 
 def _imported_trl() -> Any:

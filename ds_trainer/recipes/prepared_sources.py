@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.encoding import BAD_LINE, RecordEncoder
 from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.prepared.prepare import NothingPrepared, prepare
 from ds_trainer.samples.prepared.workers import Part
-from ds_trainer.samples.sources.bad_lines import BadLine, BadLines
 from ds_trainer.samples.sources.files import SourceFile
+from ds_trainer.samples.sources.formats import RecordFormat
 from ds_trainer.samples.sources.held_out import HeldOut
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLine, BadLines, Record
 from ds_trainer.samples.sources.source import Source, read_file
-from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.errors import ConfigError, Problems, listed
+
+
+def open_sources(spec: DataSpec, refusal: Callable[[RecordFormat], str | None]) -> tuple[list[Source], list[Source]]:
+    """The sources of training and of evaluation, whose files are not among those of training.
+
+    Args:
+        spec: the section ``data`` of a recipe.
+        refusal: says why samples of a format cannot be used; None: they can.
+
+    Raises:
+        ConfigError: paths match nothing, or samples cannot be used; lists all problems.
+    """
+    problems = Problems()
+    held_out: set[Path] = set()
+    opened: dict[str, list[Source]] = {"eval": [], "train": []}
+    for split in ("eval", "train"):
+        for key, entry in spec.sources(split):
+            with problems.collecting():
+                source = Source(entry, key, held_out if split == "train" else ())
+                opened[split].append(source)
+                if split == "eval":
+                    held_out.update(file.path for file in source.files)
+                format = source.find_format()
+                reason = None if format is None else refusal(format)
+                if reason is not None:
+                    problems.add(f"{key}: {reason}")
+    problems.raise_if_any()
+    return opened["train"], opened["eval"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +72,10 @@ class FileRecords:
         Raises:
             ConfigError: the rest of a file cannot be read.
         """
-        found = (found for file in self.files for found in read_file(file, self.source.format, self.source.spec.kind))
+        format, kind = self.source.format, self.source.spec.kind
+        records = (record for file in self.files for record in read_file(file, format, kind))
         taken, limit = 0, self.source.spec.limit
-        for record in found:
+        for record in records:
             if isinstance(record, BadLine):
                 if not self.held_out:
                     yield _as_record(record)
@@ -101,7 +131,7 @@ def _prepare(
     identity: dict[str, Any],
     directory: str | Path,
 ) -> PreparedDataset:
-    parts = []
+    parts, tokenizer = [], encoder.encoder.tokenizer
     for source in sources:
         sizes = [_size(file.path) for file in source.files]
         groups: list[tuple[tuple[SourceFile, ...], int]]
@@ -121,21 +151,10 @@ def _prepare(
         parts,
         encoder,
         directory,
-        files=[path for source in sources for path in _files_of(source)],
+        files=[path for source in sources for path in source.paths()],
         identity={**identity, "reading": reading},
-        vocab_size=_ids_of(encoder.encoder.tokenizer),
+        vocab_size=max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1),  # some vocabularies have gaps
     )
-
-
-def _ids_of(tokenizer: Any) -> int:
-    """All ids of ``tokenizer`` are below this number; some vocabularies have gaps."""
-    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
-
-
-def _files_of(source: Source) -> Iterator[str]:
-    for file in source.files:
-        inside = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
-        yield from (str(path) for path in inside if path.is_file())
 
 
 def _size(path: Path) -> int:

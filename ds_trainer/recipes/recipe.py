@@ -38,8 +38,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
 from ds_trainer.recipes.data_spec import DataSpec
-from ds_trainer.recipes.distillation_spec import DistillationSpec
-from ds_trainer.recipes.task import TaskSpec, complete_short_forms
+from ds_trainer.recipes.task import DistillationSpec, TaskSpec, complete_short_forms
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.files import read_user_file, shortened
@@ -207,12 +206,12 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             readable.add(key)
 
     model, data, report = ModelSpec(**values["model"]), DataSpec(**values["data"]), ReportSpec(**values["report"])
-    for key, found in (
+    for key, sentences in (
         ("model", model.problems()),
         ("data", data.problems(values["arguments"]) if "data" in readable else []),
         ("report", report.problems()),
     ):
-        problems += [f"{name}: {problem}" for problem in found if key in readable]
+        problems += [f"{name}: {problem}" for problem in sentences if key in readable]
     origins = dict(_origins(root.value, ""))
     task = TaskSpec(**values["task"])
     if {"task", "arguments"} <= readable:
@@ -227,8 +226,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         recipe.training_arguments()
     except ConfigError as error:
         of_file = file_problems(values["arguments"])  # without its lines
-        found = [problem for problem in error.problems if problem not in of_file]
-        problems += [_with_source(problem, root.value.get("arguments"), name) for problem in found]
+        further = [problem for problem in error.problems if problem not in of_file]
+        problems += [_with_source(problem, root.value.get("arguments"), name) for problem in further]
     if problems:
         arguments = root.value.get("arguments")
         written = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
@@ -308,11 +307,11 @@ def _read_sources(located: Located, name: str, problems: list[str]) -> tuple[str
     """The entries of ``data.train`` or ``data.eval``: paths, or mappings with the keys of a source."""
     entries = located.value if isinstance(located.value, list) else [located]
     hints = _hints(SourceSpec)
-    found: list[str | SourceSpec] = []
+    sources: list[str | SourceSpec] = []
     for index, entry in enumerate(entries):
         if not isinstance(entry.value, dict):
             try:
-                found.append(read_as(entry, str))
+                sources.append(read_as(entry, str))
             except WrongType as error:
                 problems.append(f"{entry.where}: {name}: {error}.")
             continue
@@ -325,8 +324,8 @@ def _read_sources(located: Located, name: str, problems: list[str]) -> tuple[str
                 values[key] = read_as(value, hints[key])
             except WrongType as error:
                 problems.append(f"{value.where}: {name}[{index}].{key}: {error}.")
-        found.append(SourceSpec(**values))
-    return tuple(found)
+        sources.append(SourceSpec(**values))
+    return tuple(sources)
 
 
 def _hint(key: str, hints: dict[str, Any]) -> str:
@@ -372,7 +371,7 @@ def _valid(names: typing.Iterable[str]) -> str:
 def _with_source(problem: str, arguments: Located | None, name: str) -> str:
     """``problem`` of TrainingArguments (``field=value ...``) with the source of that field."""
     match = re.match(r"(\w+)=", problem)
-    given = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
-    key = name_as_given(match.group(1), {name: entry.plain() for name, entry in given.items()}) if match else None
-    where = given[key].where if key is not None else name
+    values = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
+    key = name_as_given(match.group(1), {name: entry.plain() for name, entry in values.items()}) if match else None
+    where = values[key].where if key is not None else name
     return f"{where}: arguments: {problem}"

@@ -11,14 +11,18 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ds_trainer.recipes.job import finished_in
 from ds_trainer.recipes.language_model import load_language_model
-from ds_trainer.recipes.recipe import ReportSpec
-from ds_trainer.recipes.run_results import finished_in
+from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.samples.sources.documents import Document
+
+if TYPE_CHECKING:
+    from ds_trainer.arguments.training_arguments import TrainingArguments
 
 
 def bits_per_byte(loss: float, targets: int, size: int) -> float:
@@ -49,7 +53,7 @@ class Evaluation:
         targets: predicted tokens.
         documents: number of held-out documents.
         bytes: their size.
-        baselines: of :func:`compression_baselines`; empty if not requested.
+        baselines: what :func:`compression_baselines` returned; empty if not requested.
     """
 
     loss: float
@@ -100,39 +104,46 @@ class Evaluation:
         return "\n".join([*lines, self.verdict()] if self.baselines else lines)
 
 
-def report_text(results: dict[str, Any], evaluation: Evaluation | None) -> str:
+def report_text(results: Mapping[str, Any], evaluation: Evaluation | None) -> str:
     """The printed report, from the content of ``results.json``."""
     lines = [
         "",
         finished_in(results),
         evaluation.table() if evaluation else "No evaluation: set data.eval or data.held_out_every for one.",
     ]
-    if results["sample"]:
-        lines += ["", "Sample from the saved model (begins with the prompt):", "-" * 72]
-        lines += [results["sample"]["prompt"] + results["sample"]["text"], "-" * 72]
-    return "\n".join([*lines, f"Weights, logs and results.json are in {results['output_dir']}"])
+    return "\n".join([*lines, *last_lines(results)])
 
 
-def generate_sample(directory: str, tokenizer: Tokenizer, spec: ReportSpec, seed: int) -> str | None:
-    """The continuation of ``spec.sample_prompt`` by the model saved in ``directory``; None if none is requested.
+def last_lines(results: Mapping[str, Any]) -> Iterator[str]:
+    """The end of a report: the sample, if there is one, and where everything is."""
+    sample, rule = results["sample"], "-" * 72
+    if sample:
+        yield from ("", "Sample from the saved model (begins with the prompt):", rule)
+        yield from (sample["prompt"] + sample["text"], rule)
+    yield f"Weights, logs and results.json are in {results['output_dir']}"
+
+
+def sample_of(recipe: Recipe, tokenizer: Tokenizer, args: TrainingArguments) -> dict[str, str] | None:
+    """The prompt of ``recipe`` and its continuation by the model saved in the output directory; None: not requested.
 
     The model is loaded from disk in one process. That shows that the saved model can be used, and a model that is
     sharded over ranks needs no collectives.
     """
+    spec = recipe.report
     if spec.sample_tokens == 0:
         return None
     import torch
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # a progress bar would interrupt the report
-    model = load_language_model(directory).eval()
+    model = load_language_model(str(args.output_dir)).eval()
     prompt = tokenizer.encode(Document("report.sample_prompt", spec.sample_prompt.encode("utf-8")))
     input_ids = torch.tensor([[tokenizer.separator_id, *prompt.tolist()]])  # documents begin like this in training
     options: dict[str, Any] = {"do_sample": False}
     if spec.sample_temperature > 0:
         options = {"do_sample": True, "temperature": spec.sample_temperature, "top_k": 0}
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
-        torch.manual_seed(seed)
+        torch.manual_seed(args.seed)
         output = model.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -143,4 +154,5 @@ def generate_sample(directory: str, tokenizer: Tokenizer, spec: ReportSpec, seed
             **options,
         )
     generated = output[0, input_ids.shape[1] :].tolist()
-    return tokenizer.decode(token for token in generated if token != tokenizer.separator_id)
+    text = tokenizer.decode(token for token in generated if token != tokenizer.separator_id)
+    return {"prompt": spec.sample_prompt, "text": text}

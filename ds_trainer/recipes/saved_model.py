@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.checkpoint.export.inspection import find_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_directory
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
@@ -88,15 +88,15 @@ def find_saved_model(name: str, base: str | None = None) -> SavedModel:
 
     named = base if base is not None else AdapterDirectory.of(directory).base
     try:
-        found = model_directory(named)
+        base_directory = model_directory(named)
     except ConfigError as error:
         raise ConfigError(
             f"{directory} has adapters of the base model {named!r}, which is not there: {error} Give the directory of "
             "the base with --base DIR."
         ) from error
-    if not _has_model(found):
-        raise ConfigError(f"{directory} has adapters of the base model {named!r}, but {found} has no weights.")
-    return SavedModel(directory, found, note)
+    if not _has_model(base_directory):
+        raise ConfigError(f"{directory} has adapters of the base model {named!r}, but {base_directory} has no weights.")
+    return SavedModel(directory, base_directory, note)
 
 
 def _has_model(directory: Path) -> bool:
@@ -146,7 +146,7 @@ def load_for_generation(saved: SavedModel, device: torch.device, dtype: str | No
     Args:
         saved: where it is.
         device: where it goes.
-        dtype: of the weights; default: that of the files, but float32 for float16 on a CPU.
+        dtype: weights get this type; default: what the files have, but float32 for float16 on a CPU.
 
     Raises:
         ConfigError: it cannot be loaded, or is not a model that generates text.

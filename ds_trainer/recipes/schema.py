@@ -40,8 +40,8 @@ def schema_text() -> str:
 def attribute_meanings(spec: type) -> dict[str, str]:
     """Meanings of the fields of a dataclass, from the section ``Attributes:`` of its docstring."""
     text = (inspect.getdoc(spec) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-    return {name: _sentence(" ".join(meaning.split())) for name, meaning in found}
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
+    return {name: _sentence(" ".join(meaning.split())) for name, meaning in entries}
 
 
 def _sentence(text: str) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
-from ds_trainer.recipes.processors import load_processor
+from ds_trainer.recipes.tokenizers import ByteTokenizer, load_processor
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json
 
@@ -21,7 +20,7 @@ class StartingModel:
     Attributes:
         name: directory or Hub name.
         config: the content of its ``config.json``.
-        tokenizer: of transformers; None if the model was trained on bytes.
+        tokenizer: one of transformers; None if the model was trained on bytes.
     """
 
     name: str

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ds_trainer.arguments.checks.value_checks import distillation_problems
 from ds_trainer.arguments.yaml_reader import Located
 
 TRL_TASKS = ("dpo", "reward")
@@ -96,6 +97,36 @@ _SHORT_FORMS = {"task": "name", "distillation": "teacher"}
 def complete_short_forms(root: dict[str, Located]) -> None:
     """Write ``task: NAME`` in the tree of a recipe as ``task: {name: NAME}``, and ``distillation: PATH`` likewise."""
     for section, key in _SHORT_FORMS.items():
-        given = root.get(section)
-        if given is not None and given.value is not None and not isinstance(given.value, dict | list):
-            root[section] = Located({key: given}, given.where)
+        entry = root.get(section)
+        if entry is not None and entry.value is not None and not isinstance(entry.value, dict | list):
+            root[section] = Located({key: entry}, entry.where)
+
+
+@dataclass(frozen=True)
+class DistillationSpec:
+    """A teacher, whose distribution over the next token the model learns. ``distillation: PATH`` names the teacher.
+
+    Attributes:
+        teacher: directory or Hub name of a language model with the tokenizer of the model that is trained.
+        temperature: divides the logits of both; above 1, unlikely tokens count more.
+        hard_loss_weight: weight of the loss against the data, from 0 to 1; the rest is that of the divergence from the
+            teacher.
+        divergence: ``forward_kl``: the model covers all that the teacher may say. ``reverse_kl``: it says what the
+            teacher finds likely.
+        dtype: type of the teacher's weights; default: that of the run's precision (``bf16``), else float32.
+    """
+
+    teacher: str | None = None
+    temperature: float = 1.0
+    hard_loss_weight: float = 0.1
+    divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
+    dtype: str | None = None
+
+    def problems(self, task: str) -> list[str]:
+        """What cannot work, as one sentence per problem; ``task`` is that of the recipe."""
+        problems = list(distillation_problems(self.temperature, self.hard_loss_weight, self.divergence))
+        if self.teacher is None:
+            problems.append("distillation.teacher is missing; give the directory or the Hub name of a language model.")
+        if task != "sft":
+            problems.append(f"distillation is for task sft, not {task}; remove one of them.")
+        return problems

@@ -8,28 +8,35 @@ that reads them (:mod:`ds_trainer.samples.prepared.key`). Processes that wait do
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.recipes.data_spec import DataSpec
+from ds_trainer.recipes.prepared_sources import open_sources
 from ds_trainer.samples.chat.problems import unread_lines
 from ds_trainer.samples.prepared.block_file import writing
-from ds_trainer.samples.prepared.key import content_key, digest_of_code, file_states, known_digest_of_files
-from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once
+from ds_trainer.samples.prepared.key import (
+    check_unchanged,
+    content_key,
+    digest_of_code,
+    file_states,
+    known_digest_of_files,
+)
+from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once, published
 from ds_trainer.samples.prepared.prepare import default_directory
-from ds_trainer.samples.sources.bad_lines import BadLine, BadLines, BadRecord
+from ds_trainer.samples.sources.formats import RecordFormat
 from ds_trainer.samples.sources.held_out import HeldOut
 from ds_trainer.samples.sources.mixture import Mixture
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLine, BadLines, BadRecord, Record
 from ds_trainer.samples.sources.rows import Row, read_rows
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush, new_partial, read_json, user_path, write_json
+from ds_trainer.utils.files import flush, read_json, user_path, write_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -45,7 +52,7 @@ class Reading:
 
     Attributes:
         task: its name, for messages.
-        kind: of the records that it takes.
+        kind: the task takes records of this kind.
         row: the columns of a record.
         from_row: makes a record of a row of a file; default: what the row's keys say.
         code: the module that ``row`` and ``from_row`` are in.
@@ -65,8 +72,8 @@ class TaskData:
     """The samples of a task.
 
     Attributes:
-        train: of training, a ``datasets.Dataset``.
-        eval: of evaluation; None if there are none.
+        train: what is trained on, a ``datasets.Dataset``.
+        eval: what is evaluated; None if there is nothing.
         bad_lines: that were left out.
         unread: keys that no rule has read, with the number of samples.
         directory: where the files are.
@@ -82,8 +89,8 @@ class TaskData:
 
     def samples(self) -> dict[str, int]:
         """Their numbers, for the report."""
-        found = {"train": len(self.train), "eval": 0 if self.eval is None else len(self.eval)}
-        return {**found, "bad_lines": self.bad_lines} if self.bad_lines else found
+        counts = {"train": len(self.train), "eval": 0 if self.eval is None else len(self.eval)}
+        return {**counts, "bad_lines": self.bad_lines} if self.bad_lines else counts
 
 
 def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData:
@@ -92,18 +99,20 @@ def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData
     Args:
         spec: the section ``data`` of a recipe.
         reading: how its samples are read.
-        seed: of the choice of samples where sources have weights.
+        seed: decides the choice of samples where sources have weights.
 
     Raises:
         ConfigError: files are missing, lines are bad, or records have another kind; lists all problems.
     """
     _import_datasets()
-    sources = _open(spec, reading)
+    train, evaluation = open_sources(spec, partial(_other_kind, reading))
+    sources = {"train": train, "eval": evaluation}
     names = [str(path) for split in ("eval", "train") for source in sources[split] for path in source.paths()]
     root = user_path(spec.prepared_dir or default_directory(), f"data.prepared_dir={spec.prepared_dir}")
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
-    digest = known_digest_of_files(names, file_states(names), root, os.cpu_count() or 1, Waiting())
+    states = file_states(names)
+    digest = known_digest_of_files(names, states, root, os.cpu_count() or 1, Waiting())
     key, _ = content_key(digest, _identity(spec, reading, sources), "records")
     final = root / f"{key[:32]}.records"
 
@@ -111,23 +120,20 @@ def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData
         heartbeat.doing = f"reading the samples of task {reading.task}"
         if final.exists():
             logger.warning("%s is damaged; it is written again.", final, extra=EVERY_RANK)
-        _Writer(spec, reading, sources).write(final)
-        found = _find(final)
-        if found is None:
+        with published(final, lambda: _find(final) is not None) as directory:
+            _Writer(spec, reading, sources).write(directory)
+            check_unchanged(names, states)
+        data = _find(final)
+        if data is None:
             raise ConfigError(f"{final} was written, but cannot be read.")
-        return found
+        return data
 
-    found = made_once(final, lambda: _find(final), make)
-    if found.bad_lines:
-        logger.warning("data: %s bad lines are left out (data.bad_lines: skip).", f"{found.bad_lines:,}")
-    for line in unread_lines(found.unread):
+    data = made_once(final, lambda: _find(final), make)
+    if data.bad_lines:
+        logger.warning("data: %s bad lines are left out (data.bad_lines: skip).", f"{data.bad_lines:,}")
+    for line in unread_lines(data.unread):
         logger.info("data: %s", line)
-    return _weighted(found, spec, sources["train"], seed)
-
-
-def seed_of(args: Any) -> int:
-    """The seed of the data in training arguments."""
-    return int(args.seed if args.data_seed is None else args.data_seed)
+    return _weighted(data, spec, sources["train"], seed)
 
 
 def _weighted(data: TaskData, spec: DataSpec, sources: Sequence[Source], seed: int) -> TaskData:
@@ -143,6 +149,12 @@ def _weighted(data: TaskData, spec: DataSpec, sources: Sequence[Source], seed: i
     return replace(data, train=data.train.select([mixture[index] for index in range(len(mixture))]))
 
 
+def _other_kind(reading: Reading, format: RecordFormat) -> str | None:
+    if reading.from_row is not None or format.kind == reading.kind:
+        return None
+    return f"task {reading.task} takes samples of the kind {reading.kind}, but these are {format.name}."
+
+
 def _import_datasets() -> Any:
     try:
         import datasets
@@ -153,8 +165,11 @@ def _import_datasets() -> Any:
 
 def _identity(spec: DataSpec, reading: Reading, sources: Mapping[str, list[Source]]) -> dict[str, Any]:
     shown = {
-        split: [[source.format_name, *_limits(source), len(source.files)] for source in found]
-        for split, found in sources.items()
+        split: [
+            [source.format_name, source.spec.kind, source.spec.limit, source.spec.text_key, len(source.files)]
+            for source in opened
+        ]
+        for split, opened in sources.items()
     }
     return {
         "task": [reading.kind, dict(reading.options)],
@@ -162,10 +177,6 @@ def _identity(spec: DataSpec, reading: Reading, sources: Mapping[str, list[Sourc
         "split": [spec.held_out, spec.bad_lines],
         "code": digest_of_code("ds_trainer.samples.sources", __name__, reading.code, packages=("pyarrow",)),
     }
-
-
-def _limits(source: Source) -> list[Any]:
-    return [source.spec.kind, source.spec.limit, source.spec.text_key]
 
 
 def _find(directory: Path) -> TaskData | None:
@@ -183,31 +194,6 @@ def _find(directory: Path) -> TaskData | None:
     return TaskData(tables["train"], tables.get("eval"), *numbers)
 
 
-def _open(spec: DataSpec, reading: Reading) -> dict[str, list[Source]]:
-    """The sources of both splits; those of training without the files of evaluation."""
-    problems: list[str] = []
-    found: dict[str, list[Source]] = {"eval": [], "train": []}
-    held_out: set[Path] = set()
-    for split in ("eval", "train"):
-        for key, entry in spec.sources(split):
-            try:
-                source = Source(entry, key, held_out if split == "train" else ())
-            except ConfigError as error:
-                problems += error.problems
-                continue
-            found[split].append(source)
-            if split == "eval":
-                held_out.update(file.path for file in source.files)
-            format = None if reading.from_row is not None else source.find_format()
-            if format is not None and format.kind != reading.kind:
-                problems.append(
-                    f"{key}: task {reading.task} takes samples of the kind {reading.kind}, but these are {format.name}."
-                )
-    if problems:
-        raise ConfigError(problems)
-    return found
-
-
 class _Writer:
     """Reads the sources twice: for the schema, which the first rows may not show, and to write."""
 
@@ -216,8 +202,8 @@ class _Writer:
         self._part: HeldOut | None = None
         self._unread: Counter[str] = Counter()
 
-    def write(self, final: Path) -> None:
-        """Write the files beside ``final``, then rename.
+    def write(self, directory: Path) -> None:
+        """Write the files.
 
         Raises:
             ConfigError: lists bad lines; or there is no sample.
@@ -246,24 +232,14 @@ class _Writer:
             side = "train on" if not counts["train"] else "evaluate"
             raise ConfigError(f"data: there is no sample to {side}; the files have {counts['train']:,} for training.")
         schema = _unified(schemas)
-        with writing(final):
-            partial = new_partial(final)
-            try:
-                for split in ("train", "eval"):
-                    if counts[split]:
-                        _write_table(partial / f"{split}.arrow", self._of_split(split, BadLines("skip")), schema)
-                sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-                unread = dict(self._unread.most_common(_MOST_NAMES))
-                facts = {
-                    **counts, "of_sources": of_sources, "bad_lines": bad.count, "unread": unread, "bytes": sizes
-                }  # fmt: skip
-                write_json(partial / _FACTS, facts)
-                if final.exists() and _find(final) is None:
-                    shutil.rmtree(final)
-                if not final.exists():
-                    partial.rename(final)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+        with writing(directory):
+            for split in ("train", "eval"):
+                if counts[split]:
+                    _write_table(directory / f"{split}.arrow", self._of_split(split, BadLines("skip")), schema)
+            sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
+            unread = dict(self._unread.most_common(_MOST_NAMES))
+            facts = {**counts, "of_sources": of_sources, "bad_lines": bad.count, "unread": unread, "bytes": sizes}
+            write_json(directory / _FACTS, facts)
 
     def _all_bad_lines(self) -> list[str]:
         bad = BadLines(self._spec.bad_lines)
@@ -290,12 +266,12 @@ class _Writer:
         for number, source in enumerate(self._sources[split]):
             for record in _records(source, self._reading.from_row, bad):
                 row = self._reading.row(record)
-                found = {name: type(value) for name, value in row.items()}
-                shape = shape or found
-                if found == shape:
+                columns = {name: type(value) for name, value in row.items()}
+                shape = shape or columns
+                if columns == shape:
                     yield number, record, row
                 else:
-                    bad.add(BadLine(record.source, f"has {_shown(found)}, but the first sample has {_shown(shape)}"))
+                    bad.add(BadLine(record.source, f"has {_shown(columns)}, but the first sample has {_shown(shape)}"))
 
 
 _TYPES = {str: "a text", list: "turns", float: "a number", int: "a number"}

@@ -1,4 +1,4 @@
-"""The interface of a recipe's tokenizer, and Hugging Face tokenizers."""
+"""Tokenizers of recipes: of bytes, and of transformers; processors, which make inputs of images as well."""
 
 from __future__ import annotations
 
@@ -9,9 +9,48 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import read_json, write_json
+
+
+class ByteTokenizer:
+    """Token ``b`` is the byte ``b``; token 256 separates documents."""
+
+    FILE_NAME = "byte_tokenizer.json"
+
+    vocab_size = 257
+    separator_id = 256
+
+    def encode(self, document: Document) -> np.ndarray:
+        """Token ids of one document, uint8 of shape [bytes]. The bytes need not be valid text."""
+        return np.frombuffer(document.data, dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; separators become line breaks, invalid UTF-8 becomes U+FFFD."""
+        return bytes(10 if token == self.separator_id else token for token in ids).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write a small file to ``directory`` that marks the model there as byte-level."""
+        content = {"tokenizer": "bytes", "vocab_size": self.vocab_size, "separator_id": self.separator_id}
+        write_json(Path(directory) / self.FILE_NAME, content)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> ByteTokenizer:
+        """The tokenizer that :meth:`save_pretrained` wrote to ``directory``.
+
+        Raises:
+            ConfigError: there is none, or its vocabulary differs.
+        """
+        path = Path(directory) / cls.FILE_NAME
+        if not path.is_file():
+            raise ConfigError(f"{str(directory)!r} has no {cls.FILE_NAME}: the model there is not byte-level.")
+        tokenizer, content = cls(), read_json(path)
+        for name in ("vocab_size", "separator_id"):
+            if content.get(name) != getattr(tokenizer, name):
+                raise ConfigError(f"{path}: {name} is {content.get(name)!r}, expected {getattr(tokenizer, name)}.")
+        return tokenizer
 
 
 class Tokenizer(Protocol):
@@ -106,3 +145,45 @@ def load_tokenizer(name: str) -> Tokenizer:
     if (Path(directory) / ByteTokenizer.FILE_NAME).is_file():
         return ByteTokenizer.load(directory)
     return PretrainedTokenizer(directory)
+
+
+def processor_of(recipe: Recipe) -> Any:
+    """The processor of ``model.path``.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    name = recipe.model.path
+    if name is None:
+        raise ConfigError(
+            f"{recipe.where('model')}: model: task vision_language starts from a trained model; set model.path."
+        )
+    return load_processor(name, f"{recipe.where('model.path')}: model.path")
+
+
+def load_processor(name: str, where: str) -> Any:
+    """The processor of the model ``name``, a directory or Hub name; ``where`` is the place of it, for messages.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    from transformers import AutoProcessor
+
+    from ds_trainer.training.loading.model_files import model_directory
+
+    try:
+        processor = AutoProcessor.from_pretrained(model_directory(name, weights=False), local_files_only=True)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{where}: the processor in {name!r} needs a package that is missing: {reason}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{where}: {name!r} has no processor that can be loaded: {reason}") from error
+    if not hasattr(processor, "image_processor"):
+        raise ConfigError(
+            f"{where}: {name!r} has a {type(processor).__name__} and no processor for images "
+            "(preprocessor_config.json). For text alone use task sft."
+        )
+    return processor

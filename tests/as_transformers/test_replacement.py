@@ -36,7 +36,7 @@ def test_every_name_exists_in_transformers_and_is_replaced_everywhere(tmp_path: 
     """First with the original modules, then with the hook; after a use of a name that is not replaced, too."""
     listing = (
         "from importlib import import_module\n"
-        "from ds_trainer.compatibility.replaced_names import REPLACED\n"
+        "from ds_trainer.compatibility.replacement import REPLACED\n"
         "import transformers\n"
         "def show():\n"
         "    for module, names in REPLACED.items():\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ds_trainer
-from ds_trainer.compatibility.replaced_names import all_names, replacement
+from ds_trainer.compatibility.replacement import all_names, replacement
 from tests.parity.library import FullTokens, Library
 from tests.support.models import Regression, regression_rows
 

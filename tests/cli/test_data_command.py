@@ -132,15 +132,15 @@ def test_samples_longer_than_the_model_are_refused_as_in_the_training(folder, ca
 
 def test_rows_are_those_of_the_training(folder, capsys, monkeypatch):
     """With weighted sources and a split: where a sample is shown to be is where the training packs it."""
-    from ds_trainer.recipes.fine_tuning_job import make_trainer, prepare
+    from ds_trainer.recipes.jobs import job_of
     from ds_trainer.recipes.recipe import load_recipe
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     words = ["--arguments.packing", "true", "--data.held_out", "3", "--arguments.use_cpu", "true"]
     _, text = show(capsys, *words, "--samples", "9")
-    recipe = load_recipe("recipe.yaml", words)
-    args = recipe.training_arguments()
-    rows = make_trainer(recipe, prepare(recipe, args), args).get_train_dataloader().dataset
+    job = job_of(load_recipe("recipe.yaml", words))
+    job.prepare(args := job.arguments())
+    rows = job.make_trainer(args).get_train_dataloader().dataset
     packed = set()
     for number in range(len(rows)):
         place = 0

@@ -125,10 +125,10 @@ def refusal_of(path: Path, override: str) -> str:
     from ds_trainer.compatibility.replacement import replace_transformers
 
     replace_transformers()
-    from ds_trainer.recipes.jobs import run
+    from ds_trainer.recipes.jobs import job_of
 
     try:
-        run(load_recipe(path, [override]))
+        job_of(load_recipe(path, [override])).run()
     except ConfigError as error:
         return str(error)
     return "it ran"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.recipes.jobs import run
+from ds_trainer.recipes.jobs import job_of
 from ds_trainer.recipes.recipe import load_recipe
 from tests.samples.chat.families import FAMILIES, make_tokenizer
 
@@ -96,7 +96,7 @@ def losses_of_trl(directory: Path, tokenizer: Any, folder: Path) -> list[float]:
 
 def losses_of_a_recipe(folder: Path, *overrides: str) -> list[float]:
     """The logged losses of the recipe."""
-    run(load_recipe("r.yaml", overrides))
+    job_of(load_recipe("r.yaml", overrides)).run()
     lines = (folder / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 

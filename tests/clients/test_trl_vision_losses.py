@@ -10,9 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from ds_trainer.recipes.jobs import run
 from ds_trainer.recipes.recipe import load_recipe
-from ds_trainer.recipes.vision_language_job import make_trainer, prepare
+from ds_trainer.recipes.vision_language_job import VisionLanguageJob
 from tests.support.vision_models import picture, save_vision_model
 
 # Every step has all samples, so that their order does not matter.
@@ -96,19 +95,21 @@ def test_labels_and_losses_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.
     wanted = theirs.data_collator(examples)
     recipe = load_recipe("r.yaml")
     args = recipe.training_arguments()
-    inputs = prepare(recipe, args)
-    batch = make_trainer(recipe, inputs, args).data_collator([inputs.data.train[index] for index in range(SAMPLES)])
+    job = VisionLanguageJob(recipe)
+    job.prepare(args)
+    batch = job.make_trainer(args).data_collator([job.data.train[index] for index in range(SAMPLES)])
     assert {*batch} == {*wanted}
     for key, value in wanted.items():
         torch.testing.assert_close(batch[key], value)
     theirs.train()
     losses = [entry["loss"] for entry in theirs.state.log_history if "loss" in entry]
-    run(recipe)
+    job.run()
     lines = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     own = [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
     assert len(own) == STEPS and losses[-1] < 0.9 * losses[0]
     assert own == pytest.approx(losses, rel=1e-4)
-    everything = prepare(load_recipe("r.yaml", ["--data.train_on=all"]), args)  # control: another mask shows
+    everything = VisionLanguageJob(load_recipe("r.yaml", ["--data.train_on=all"]))  # control: another mask shows
+    everything.prepare(args)
     rows_of_all = [everything.data.train[index] for index in range(SAMPLES)]
-    labels = make_trainer(recipe, everything, args).data_collator(rows_of_all)["labels"]
+    labels = everything.make_trainer(args).data_collator(rows_of_all)["labels"]
     assert not torch.equal(labels, wanted["labels"])

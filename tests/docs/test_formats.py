@@ -15,7 +15,7 @@ from PIL import Image
 from ds_trainer.samples.chat.encoder import Encoder
 from ds_trainer.samples.chat.options import EncodeOptions
 from ds_trainer.samples.chat.problems import SampleProblem, unread_lines
-from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
 from tests.samples.chat.families import FAMILIES, make_tokenizer, marked

@@ -30,7 +30,7 @@ from ds_trainer.samples.chat.rendering import Renderer
 from ds_trainer.samples.chat.templates import load_template
 from ds_trainer.samples.prepared.block_file import DamagedDataset
 from ds_trainer.samples.prepared.manifest import Manifest as DataManifest
-from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError

@@ -11,7 +11,7 @@ from deepspeed.launcher.multinode_runner import PDSHRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.launching.exports import default_exports, env_file_text, read_env_files
+from ds_trainer.launching.commands import default_exports, env_file_text, read_env_files
 from ds_trainer.launching.launch_request import read_exports
 from ds_trainer.utils.errors import ConfigError
 

@@ -14,9 +14,13 @@ from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.arguments.enums import OptimizerNames
 from ds_trainer.config.library_optimizer_table import LIBRARY
 from ds_trainer.config.optimizer_types import OF_NAME
-from ds_trainer.optim.library_optimizer_builder import build_library_optimizer, library_class
+from ds_trainer.optim.library_optimizer_builder import (
+    build_given_optimizer,
+    build_library_optimizer,
+    library_class,
+    optimizer_class_and_arguments,
+)
 from ds_trainer.optim.optimizer_builder import decay_parameter_names, parameter_groups
-from ds_trainer.optim.optimizer_classes import build_given_optimizer, optimizer_class_and_arguments
 from ds_trainer.utils.errors import ConfigError
 from tests.config.support import compiled
 from tests.support.models import Regression, regression_rows, tiny_llama

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.recipes.chat_images import ChatImages
-from ds_trainer.recipes.chat_session import ChatSession, GenerationOptions, load_session
+from ds_trainer.recipes.chat_session import ChatImages, ChatSession, GenerationOptions, load_session
 from ds_trainer.recipes.saved_model import find_saved_model
 from ds_trainer.samples.chat.options import EncodeOptions
 from ds_trainer.samples.images.image_collator import ImageCollator

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.chat_session import ChatSession, GenerationOptions, load_session
 from ds_trainer.recipes.saved_model import find_saved_model
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.utils.errors import ConfigError
 from tests.support.chat_model import chat_tokenizer, save_chat_model
 

@@ -132,11 +132,12 @@ def test_values_that_cannot_work(folder: Path, overrides: list[str], message: st
 
 
 def test_a_teacher_with_another_tokenizer(folder: Path) -> None:
-    from ds_trainer.recipes.jobs import trainer_of
+    from ds_trainer.recipes.jobs import job_of
 
-    loaded = load_recipe(recipe(folder, teacher=str(folder / "other")))
+    job = job_of(load_recipe(recipe(folder, teacher=str(folder / "other"))))
+    job.prepare(job.arguments())
     with pytest.raises(ConfigError, match=r"r.yaml:1: distillation.teacher: .* differ in 1 tokens, such as '<new>'"):
-        trainer_of(loaded, loaded.training_arguments())
+        job.make_trainer(job.arguments())
 
 
 def test_the_short_form(folder: Path) -> None:

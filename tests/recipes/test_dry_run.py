@@ -134,11 +134,11 @@ def recipe(folder: Path, **changes: Any) -> Path:
 
 def really_started(path: str) -> str | None:
     """The error of this rank when it runs the recipe; None if there is none."""
-    from ds_trainer.recipes.language_model_job import run
+    from ds_trainer.recipes.jobs import job_of
     from ds_trainer.recipes.recipe import load_recipe
 
     try:
-        run(load_recipe(path))
+        job_of(load_recipe(path)).run()
     except ConfigError as error:
         return str(error)
     return None
@@ -290,11 +290,12 @@ def test_overrides_are_those_of_train(tmp_path: Path) -> None:
 def sizes_of_a_real_engine(path: str) -> tuple[int, int, int, int]:
     """Bytes of weights, updated elements, optimizer steps and samples of a step of this rank, after a real step."""
     from ds_trainer.engine.meta_engine import updated_elements
-    from ds_trainer.recipes.language_model_job import make_trainer, prepare
+    from ds_trainer.recipes.jobs import job_of
     from ds_trainer.recipes.recipe import load_recipe
 
-    loaded = load_recipe(path)
-    trainer = make_trainer(loaded, prepare(loaded), loaded.training_arguments())
+    job = job_of(load_recipe(path))
+    job.prepare(args := job.arguments())
+    trainer = job.make_trainer(args)
     trainer.train()
     held = [getattr(parameter, "ds_tensor", parameter) for parameter in trainer.model.parameters()]
     weights = sum(data.numel() * data.element_size() for data in held)

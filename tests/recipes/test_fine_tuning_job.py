@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.recipes import fine_tuning_job
 from ds_trainer.recipes.fine_tuning_data import FineTuningData
-from ds_trainer.recipes.jobs import run
+from ds_trainer.recipes.fine_tuning_job import FineTuningJob
+from ds_trainer.recipes.jobs import job_of
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
 
@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_from_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = run(load_recipe("r.yaml"))
+    results = job_of(load_recipe("r.yaml")).run()
     assert json.loads(json.dumps(results)) == json.loads((folder / "out" / "results.json").read_text())
     questions, notes = results["data"]["sources"]
     assert [questions[key] for key in ("name", "kind", "files")] == ["questions.jsonl", "prompt_completion", 1]
@@ -117,7 +117,7 @@ def test_a_run_from_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_evaluation_loss_is_that_of_plain_pytorch(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    results = run(load_recipe("r.yaml", ["--arguments.max_steps", "3", "--arguments.packing", "true"]))
+    results = job_of(load_recipe("r.yaml", ["--arguments.max_steps", "3", "--arguments.packing", "true"])).run()
     held_out = prepared().eval
     assert held_out is not None
     model = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
@@ -137,7 +137,7 @@ def test_all_bad_lines_are_reported_before_training(folder: Path) -> None:
         file.write('{"prompt": "x"}\n{"prompt": 5, "completion": "y"}\n')
     (folder / "notes" / "bad.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError) as caught:
-        run(load_recipe("r.yaml", ["--data.held_out", "0.2"]))
+        job_of(load_recipe("r.yaml", ["--data.held_out", "0.2"])).run()
     problems = caught.value.problems
     assert [problem.split(": ")[0].rsplit("/", 1)[1] for problem in problems] == [
         f"questions.jsonl:{QUESTIONS + 1}",
@@ -153,8 +153,9 @@ def test_all_bad_lines_are_reported_before_training(folder: Path) -> None:
 
 def prepared(*words: str) -> FineTuningData:
     """The data of the recipe, without training."""
-    recipe = load_recipe("r.yaml", words)
-    return fine_tuning_job.prepare(recipe, recipe.training_arguments()).data
+    job = FineTuningJob(load_recipe("r.yaml", words))
+    job.prepare(job.arguments())
+    return job.data
 
 
 def test_conversations_train_on_answers_only(folder: Path) -> None:
@@ -226,7 +227,7 @@ def streamed_recipe(folder: Path) -> None:
 
 def test_a_streamed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     streamed_recipe(folder)
-    results = run(load_recipe("r.yaml", STREAMED))
+    results = job_of(load_recipe("r.yaml", STREAMED)).run()
     assert results["steps"] == 6 and results["evaluation"]["eval_samples"] == 4
     assert [row["share"] for row in results["data"]["sources"]] == [0.75, 0.25]
     assert "notes: 25.0% of the samples, streamed" in capsys.readouterr().out
@@ -252,7 +253,7 @@ def test_a_stream_needs_what_its_size_would_tell(folder: Path) -> None:
 
 def test_losses_of_sources_are_logged_for_both_sides(folder: Path) -> None:
     words = ["--arguments.logging_steps", "1", "--arguments.eval_strategy", "epoch", "--data.held_out", "0.3"]
-    run(load_recipe("r.yaml", words))
+    job_of(load_recipe("r.yaml", words)).run()
     logs = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert {"eval_loss/questions.jsonl", "eval_loss/notes"} <= set().union(*logs)
     for entry in logs:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_trainer.engine.loading.placement import materialize
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, load_language_model
 from ds_trainer.recipes.recipe import DataSpec, ModelSpec, Recipe
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.utils.errors import ConfigError
 
 TINY: dict[str, Any] = {

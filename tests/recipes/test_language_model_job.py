@@ -16,8 +16,8 @@ import torch
 import ds_trainer
 from ds_trainer.monitor.metrics_file import read_records
 from ds_trainer.recipes.language_model import load_language_model
-from ds_trainer.recipes.language_model_job import prepare
-from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.recipes.language_model_job import LanguageModelJob
+from ds_trainer.recipes.recipe import Recipe, load_recipe
 from ds_trainer.recipes.text_dataset import TokenBlocks
 from ds_trainer.utils.errors import ConfigError
 
@@ -114,17 +114,24 @@ def test_the_output_directory_is_complete(folder: Path, one_process: subprocess.
     load_language_model(str(checkpoint))
 
 
+def prepared(recipe: Recipe) -> LanguageModelJob:
+    """The job of ``recipe`` with its data, without training."""
+    job = LanguageModelJob(recipe)
+    job.prepare(job.arguments())
+    return job
+
+
 def test_bits_per_byte_are_exact(folder: Path, one_process: subprocess.CompletedProcess[str]) -> None:
     evaluation = read_results(folder / "out")["evaluation"]
     recipe = load_recipe(folder / "r.yaml", [f"--data.train={folder / 'corpus'}"])
-    inputs = prepare(recipe)
-    assert inputs.eval is not None
-    assert inputs.eval_blocks is not None
+    job = prepared(recipe)
+    assert job.eval is not None
+    assert job.eval_blocks is not None
     texts = [(folder / "corpus" / f"{number}.txt").read_bytes() for number in (0, 3, 6)]
-    assert inputs.eval_text == b"".join(texts)
+    assert job.eval_text == b"".join(texts)
     assert evaluation["eval_bytes"] == sum(map(len, texts))
     assert evaluation["eval_target_tokens"] == evaluation["eval_bytes"] + 2
-    nats = held_out_nats(folder / "out", inputs.eval_blocks)
+    nats = held_out_nats(folder / "out", job.eval_blocks)
     assert evaluation["eval_loss"] == pytest.approx(nats / evaluation["eval_target_tokens"], rel=1e-5)
     assert evaluation["bits_per_byte"] == pytest.approx(nats / math.log(2) / evaluation["eval_bytes"], rel=1e-5)
 
@@ -169,9 +176,9 @@ def test_two_ranks_continue_from_the_saved_model_with_zero_3(
     results = read_results(folder / "out2")
     assert results["evaluation"]["bits_per_byte"] < before
     assert done.stdout.count("Held-out text") == 1
-    inputs = prepare(load_recipe(folder / "r.yaml", [f"--data.train={folder / 'corpus'}"]))
-    assert inputs.eval_blocks is not None
-    nats = held_out_nats(folder / "out2", inputs.eval_blocks)  # the weights of both ranks are combined
+    job = prepared(load_recipe(folder / "r.yaml", [f"--data.train={folder / 'corpus'}"]))
+    assert job.eval_blocks is not None
+    nats = held_out_nats(folder / "out2", job.eval_blocks)  # the weights of both ranks are combined
     assert results["evaluation"]["bits_per_byte"] == pytest.approx(
         nats / math.log(2) / results["evaluation"]["eval_bytes"], rel=1e-5
     )
@@ -189,7 +196,7 @@ def test_a_diverged_run_fails(folder: Path) -> None:
 
 def refused(folder: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        prepare(load_recipe(folder / "r.yaml", [f"--data.train={folder / 'corpus'}", *overrides]))
+        prepared(load_recipe(folder / "r.yaml", [f"--data.train={folder / 'corpus'}", *overrides]))
     return caught.value.problems
 
 
@@ -216,10 +223,10 @@ def test_no_text_at_all(folder: Path, tmp_path: Path) -> None:
 
 def test_without_evaluation_data(folder: Path) -> None:
     words = [f"--data.train={folder / 'corpus'}", "--data.held_out_every", "null"]
-    inputs = prepare(load_recipe(folder / "r.yaml", words))
-    assert inputs.eval is None
-    assert inputs.eval_blocks is None
-    assert inputs.train.documents == 7
+    job = prepared(load_recipe(folder / "r.yaml", words))
+    assert job.eval is None
+    assert job.eval_blocks is None
+    assert job.train.documents == 7
 
 
 def test_an_unreadable_line_is_reported(folder: Path, tmp_path: Path) -> None:

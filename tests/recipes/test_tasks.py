@@ -125,6 +125,18 @@ def test_classification_from_a_recipe(folder: Path) -> None:
     assert len(list((folder / "cache").glob("*.records"))) == 1  # three runs, five ranks
 
 
+def test_the_samples_of_a_task_are_prepared_before_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without TRL, which the run needs."""
+    path = recipe(folder, "dpo", "preferences.jsonl")
+    files = []
+    for _ in range(2):
+        assert main(["data", "prepare", str(path)]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("28 samples to train on, 8 for evaluation, in ")
+        files.append(Path(printed.strip().rpartition(" in ")[2], "train.arrow").stat().st_ino)
+    assert files[0] == files[1]
+
+
 def test_a_dry_run_of_a_task(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = recipe(folder, "classification", "labels.jsonl")
     assert main(["train", str(path), "--dry-run", "64", "--arguments.zero_stage=3"]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_trainer.recipes.token_streaming import TextStream
+from ds_trainer.recipes.chat_session import TextStream
 from tests.support.chat_model import chat_tokenizer
 
 TEXT = "Grüße, 世界! 👩‍🔬 done"

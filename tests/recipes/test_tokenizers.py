@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
-from ds_trainer.recipes.tokenizers import PretrainedTokenizer, load_tokenizer
+from ds_trainer.recipes.tokenizers import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError
 

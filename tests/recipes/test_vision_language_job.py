@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from ds_trainer.cli.main import main
+from ds_trainer.recipes.fine_tuning_data import FineTuningData
 from ds_trainer.recipes.frozen_parts import part_of
-from ds_trainer.recipes.recipe import load_recipe
-from ds_trainer.recipes.vision_language_job import prepare
+from ds_trainer.recipes.recipe import Recipe, load_recipe
+from ds_trainer.recipes.vision_language_job import VisionLanguageJob
 from ds_trainer.utils.errors import ConfigError
 from tests.support.chat_model import save_chat_model
 from tests.support.pool import pool
@@ -108,11 +109,17 @@ def test_adapters_with_a_frozen_language_model(folder: Path) -> None:
     assert {part_of(n) for n in before if not torch.equal(before[n], after[n])} == {"vision_tower", "projector"}
 
 
+def prepared_data(recipe: Recipe) -> FineTuningData:
+    """The data of ``recipe``, before a model is built."""
+    job = VisionLanguageJob(recipe)
+    job.prepare(job.arguments())
+    return job.data
+
+
 def problems_of(folder: Path, **more: Any) -> list[str]:
     """What the recipe is refused for, before a model is built."""
     with pytest.raises(ConfigError) as error:
-        recipe = load_recipe(RECIPE, overrides(folder, "refused", **more))
-        prepare(recipe, recipe.training_arguments())
+        prepared_data(load_recipe(RECIPE, overrides(folder, "refused", **more)))
     return list(error.value.problems)
 
 
@@ -161,7 +168,7 @@ def test_bad_images_are_reported_together_with_their_lines(folder: Path, tmp_pat
     for line, text in words.items():
         assert text in lines[line], lines[line]
     recipe = load_recipe(RECIPE, [*overrides(folder, "skipped", **more), "--data.bad_lines=skip"])
-    data = prepare(recipe, recipe.training_arguments()).data
+    data = prepared_data(recipe)
     assert len(data.train) == 1 and data.sources[0].bad_lines == 4  # and one that cannot be encoded
     assert data.sources[0].without_sample == 1
 
@@ -175,7 +182,7 @@ def test_the_samples_of_a_copy_have_the_images_of_the_copy(folder: Path, tmp_pat
         (tmp_path / name / "data.jsonl").write_text(json.dumps({"messages": turns("<image>?"), "images": ["a.png"]}))
         more = {"data.train": tmp_path / name / "data.jsonl", "data.held_out": "null", "arguments.eval_strategy": "no"}
         recipe = load_recipe(RECIPE, overrides(folder, name, **more))
-        paths += prepare(recipe, recipe.training_arguments()).data.train[0]["images"]
+        paths += prepared_data(recipe).train[0]["images"]
     assert paths == [str(tmp_path / name / "a.png") for name in ("one", "two")]
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.data.collators import TokenPaddingCollator
 from ds_trainer.data.packing import batch as packed_batch
-from ds_trainer.data.padding import TokenPaddingCollator
 from ds_trainer.samples.sources.mixture import Mixture
 from ds_trainer.training.loop.source_losses import SourceLosses
 from ds_trainer.utils.errors import ConfigError

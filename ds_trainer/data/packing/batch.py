@@ -14,11 +14,11 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from ds_trainer.data.packing.datasets import Piece, Row
-from ds_trainer.data.packing.document_order import balanced_order
 from ds_trainer.data.packing.token_counts import MASK, TOKENS
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.parallel.deferred_mask import DocumentMask, pairs_of
@@ -209,12 +209,12 @@ class PackingCollator:
         return self.format.assemble([self._documents(row) for row in rows], self.max_length)
 
     def _documents(self, row: Row) -> list[Document]:
-        found = [self._document(piece) for piece in row]
+        documents = [self._document(piece) for piece in row]
         if self._cp == 1:
-            return found
-        lengths = [len(document[TOKENS]) for document in found]
+            return documents
+        lengths = [len(document[TOKENS]) for document in documents]
         order = balanced_order(lengths, self.max_length, self._cp, causal=self.format.shifts_labels)
-        return [found[index] for index in order]
+        return [documents[index] for index in order]
 
     def _document(self, piece: Piece) -> Document:
         batch = self.collate([piece.sample])
@@ -267,3 +267,63 @@ def _not_per_token(key: str, value: Any, tokens: torch.Tensor) -> str:
         f"packing=True packs text only, with one value for each token, but '{key}' of a sample with "
         f"{tokens.shape[1]} tokens is {what}. Remove it from the dataset, or set packing=False."
     )
+
+
+_TRIED = 96
+
+
+def balanced_order(lengths: Sequence[int], row: int, cp: int, causal: bool = True) -> list[int]:
+    """Indices of the documents in the order that gives all context-parallel ranks about the same attention work.
+
+    In zig-zag order (:class:`ds_trainer.parallel.sequence_plan.SequencePlan`) rank ``i`` of ``cp`` holds the chunks
+    ``i`` and ``2 * cp - 1 - i`` of a row. One long document is balanced by that, and so are many short ones. A document
+    as long as a chunk is not: its work grows with the square of its length, and one rank may have most of it. The
+    documents of a row can stand in any order, so some orders are tried, and the one whose busiest rank has least to do
+    is taken. It depends on the arguments alone.
+
+    Args:
+        lengths: tokens of each document; room at the end of the row is padding, which attends to itself.
+        row: tokens of the row.
+        cp: context-parallel ranks.
+        causal: whether tokens attend to earlier tokens only.
+    """
+    count = len(lengths)
+    best = np.arange(count)
+    if cp == 1 or count < 2:
+        return best.tolist()
+    sizes, draws = np.asarray(lengths, dtype=np.int64), np.random.default_rng(0)
+    least = busiest_rank(sizes, row, cp, causal)
+    documents = np.append(sizes, row - sizes.sum()).astype(np.float64)
+    bound = 1.02 * float(_pairs(documents, documents, causal).sum()) / cp  # of the mean
+    for trial in range(_TRIED):
+        if least <= bound:
+            break
+        if trial < _TRIED // 3:
+            order = draws.permutation(count)
+        else:  # improve the best order by moving one document
+            order = best.copy()
+            source, target = draws.integers(count, size=2)
+            order[source], order[target] = order[target], order[source]
+        work = busiest_rank(sizes[order], row, cp, causal)
+        if work < least:
+            best, least = order, work
+    return best.tolist()
+
+
+def busiest_rank(lengths: np.ndarray, row: int, cp: int, causal: bool = True) -> float:
+    """Pairs of tokens that the rank with most of them computes, if the documents stand in the order of ``lengths``."""
+    sizes = np.append(lengths, row - lengths.sum()).astype(np.float64)
+    ends = sizes.cumsum()
+    done = np.append(0.0, _pairs(sizes, sizes, causal).cumsum())
+    borders = np.arange(2 * cp + 1) * (row / (2 * cp))
+    document = np.minimum(np.searchsorted(ends, borders, side="right"), len(sizes) - 1)
+    inside = borders - (ends - sizes)[document]
+    before = done[document] + _pairs(inside, sizes[document], causal)
+    of_chunks = np.diff(before)
+    return float((of_chunks[:cp] + of_chunks[::-1][:cp]).max())
+
+
+def _pairs(queries: np.ndarray, keys: np.ndarray, causal: bool) -> np.ndarray:
+    """Pairs of the first ``queries`` tokens of a document of ``keys`` tokens with the tokens that they attend to."""
+    result: np.ndarray = queries * (queries + 1) / 2 if causal else queries * keys
+    return result

@@ -92,7 +92,7 @@ class PackedStream(IterableDataset[Row]):
         stream: the samples.
         max_length: tokens of a row.
         strategy: how samples are chosen for a row.
-        seed: of the order of the rows within a window.
+        seed: decides the order of the rows within a window.
     """
 
     def __init__(self, stream: Any, max_length: int, strategy: PackingStrategy, seed: int = 0) -> None:

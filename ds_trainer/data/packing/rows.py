@@ -117,13 +117,13 @@ def packed_rows(
         max_length: tokens of a row.
         strategy: how samples are chosen for a row.
         order: the order in which samples are taken; default: that of the dataset.
-        seed: of the order of the rows within a window (best fit).
+        seed: decides the order of the rows within a window (best fit).
     """
-    given = np.asarray(lengths, np.int64)
-    taken = np.arange(len(given)) if order is None else order.at(np.arange(len(given)))
+    sizes = np.asarray(lengths, np.int64)
+    taken = np.arange(len(sizes)) if order is None else order.at(np.arange(len(sizes)))
     parts = []
-    for number, window in enumerate(_windows(given[taken], max_length, strategy)):
-        part = packed_window(given[taken[window]], max_length, strategy, (seed, 0, number))
+    for number, window in enumerate(_windows(sizes[taken], max_length, strategy)):
+        part = packed_window(sizes[taken[window]], max_length, strategy, (seed, 0, number))
         parts.append((taken[window][part.samples], part))
     if len(parts) == 1:
         samples, part = parts[0]
@@ -169,19 +169,19 @@ def packed_window(
         lengths: tokens of each sample.
         max_length: tokens of a row.
         strategy: how samples are chosen for a row.
-        seed: of the order of the rows (best fit): in the order of packing, the longest samples would come first.
+        seed: decides the order of the rows (best fit): in the order of packing, the longest samples would come first.
     """
-    given = np.asarray(lengths, np.int64)
+    sizes = np.asarray(lengths, np.int64)
     if strategy == PackingStrategy.CUT:
-        return _cut(given, max_length)
-    samples = np.flatnonzero(given)
-    kept = np.minimum(given[samples], max_length)
+        return _cut(sizes, max_length)
+    samples = np.flatnonzero(sizes)
+    kept = np.minimum(sizes[samples], max_length)
     rows = best_fit_decreasing(kept, max_length)
     count = int(rows.max()) + 1 if len(rows) else 0
     rows = np.random.default_rng(seed).permutation(count)[rows]
     by_row = np.argsort(rows, kind="stable")
     summary = PackingSummary(
-        max_length, len(samples), count, len(samples), int(kept.sum()), int((given[samples] - kept).sum())
+        max_length, len(samples), count, len(samples), int(kept.sum()), int((sizes[samples] - kept).sum())
     )
     return PackedRows(
         samples[by_row],

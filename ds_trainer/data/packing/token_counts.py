@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_trainer.data.columns import has_columns
-from ds_trainer.data.stored_lengths import stored_lengths
+from ds_trainer.data.lengths import stored_lengths
 from ds_trainer.utils.errors import ConfigError
 
 TOKENS = "input_ids"

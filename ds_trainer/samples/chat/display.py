@@ -29,7 +29,7 @@ def sample_text(tokenizer: Any, ids: np.ndarray, labels: np.ndarray, color: bool
     Args:
         tokenizer: decodes.
         ids: token ids, shape [tokens].
-        labels: of the same shape, -100 where nothing is trained on.
+        labels: a number for each of them, -100 where nothing is trained on.
         color: whether to use the colors of a terminal.
     """
     text = ""
@@ -57,7 +57,7 @@ def parts(ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[bool, np.ndarra
 
     Args:
         ids: token ids, shape [tokens].
-        labels: of the same shape, -100 where nothing is trained on.
+        labels: a number for each of them, -100 where nothing is trained on.
     """
     trained = labels != IGNORED
     edges = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]

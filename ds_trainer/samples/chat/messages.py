@@ -66,17 +66,19 @@ def read_conversation(source: str, messages: Any, tools: Any = None) -> Conversa
             raise refuse(f"{where} has train={selected!r}, which is neither true nor false.")
         kept = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
         content, reasoning, left_out = _text(message.get("content"), where, refuse)
-        if given := next((message[key] for key in _REASONING if message.get(key)), None):
-            if not isinstance(given, str | list):
+        if apart := next((message[key] for key in _REASONING if message.get(key)), None):
+            if not isinstance(apart, str | list):
                 raise refuse(f"{where} has reasoning that is not text.")
-            reasoning, _, parts = _text(given, where, refuse)
+            reasoning, _, parts = _text(apart, where, refuse)
             left_out = [part for part in left_out if part.key == "content"]
             left_out += [part._replace(key="reasoning_content") for part in parts]
         kept["content"] = content
         if reasoning:
             kept["reasoning_content"] = reasoning
         if message.get("tool_calls"):
-            kept["tool_calls"] = [_tool_call(call, where, refuse) for call in _list(message["tool_calls"])]
+            calls = message["tool_calls"]
+            calls = calls if isinstance(calls, list) else [calls]
+            kept["tool_calls"] = [_tool_call(call, where, refuse) for call in calls]
         else:
             kept.pop("tool_calls", None)
         normalized.append(kept)
@@ -102,17 +104,13 @@ def _text(content: Any, where: str, refuse: Any) -> tuple[str, str, list[Untrain
                 f"{where} has a part of type {kind!r}; a tokenizer encodes text only (images need task: "
                 "vision_language)."
             )
-        found = texts if kind == "text" else reasoning
+        pieces = texts if kind == "text" else reasoning
         if isinstance(part, dict) and part.get("train") is False:
-            start = sum(map(len, found))
+            start = sum(map(len, pieces))
             key = "content" if kind == "text" else "reasoning_content"
             untrained.append(Untrained(key, start, start + len(value)))
-        found.append(value)
+        pieces.append(value)
     return "".join(texts), "".join(reasoning), untrained
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _tool_call(call: Any, where: str, refuse: Any) -> Message:

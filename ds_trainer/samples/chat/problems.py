@@ -46,7 +46,7 @@ def unread_of(notices: Mapping[str, int]) -> dict[str, int]:
 def unread_lines(unread: Mapping[str, int]) -> list[str]:
     """One line that names the keys, those of most samples first; none if there are none."""
     ordered = sorted(unread.items(), key=lambda entry: (-entry[1], entry[0]))
-    groups = [(count, [key for key, _ in found]) for count, found in groupby(ordered, key=lambda entry: entry[1])]
+    groups = [(count, [key for key, _ in entries]) for count, entries in groupby(ordered, key=lambda entry: entry[1])]
     shown = [f"{', '.join(keys)} (in {count:,} sample{'s' if count > 1 else ''})" for count, keys in groups]
     return [f"keys not used: {', '.join(shown)}"] if shown else []
 

@@ -78,15 +78,15 @@ class Renderer:
 
     def _as_given(self, message: Message) -> Message:
         """The message in the form that this template reads."""
-        given = dict(message)
-        if "reasoning_content" in given:
-            given[_REASONING_ALIAS] = given["reasoning_content"]
-        if calls := given.get("tool_calls"):
-            if not given["content"]:
-                given["content"] = self._empty_content
+        rendered = dict(message)
+        if "reasoning_content" in rendered:
+            rendered[_REASONING_ALIAS] = rendered["reasoning_content"]
+        if calls := rendered.get("tool_calls"):
+            if not rendered["content"]:
+                rendered["content"] = self._empty_content
             if self._arguments_as_text:
-                given["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
-        return given
+                rendered["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
+        return rendered
 
     def _writes_generation_prompt(self) -> bool:
         user = [{"role": "user", "content": "a"}]

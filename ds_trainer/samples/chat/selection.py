@@ -14,7 +14,7 @@ def selected_messages(conversation: Conversation, train_on: str | tuple[str, ...
 
     Args:
         conversation: the messages; their key ``train`` overrides the rest.
-        train_on: as in :class:`ds_trainer.samples.chat.options.EncodeOptions`.
+        train_on: the option of :class:`ds_trainer.samples.chat.options.EncodeOptions`.
         first: messages before it belong to the prompt.
     """
     roles = [message["role"] for message in conversation.messages]
@@ -31,7 +31,7 @@ def selected_messages(conversation: Conversation, train_on: str | tuple[str, ...
     return [
         index
         for index in range(len(roles))
-        if (given := conversation.train[index]) or (given is None and index in chosen and index >= first)
+        if (choice := conversation.train[index]) or (choice is None and index in chosen and index >= first)
     ]
 
 
@@ -58,15 +58,15 @@ def trained_spans(
         if messages[index]["role"] == "assistant":
             turn = turns.generated(index)
             if renderer.markers:
-                found = _marked(marked, turn, assistants.index(index), len(assistants), turns, notices)
+                parts = _marked(marked, turn, assistants.index(index), len(assistants), turns, notices)
             else:
-                found = None if turn is None else [turn]
+                parts = None if turn is None else [turn]
         else:
             written = turns.written(index)
-            found = None if written is None else [written]
-        if found is None:
+            parts = None if written is None else [written]
+        if parts is None:
             return _not_found(index, len(messages), messages[index]["role"]), notices
-        spans += [span for span in found if span.end > span.start]
+        spans += [span for span in parts if span.end > span.start]
     if any(after.start < before.end for before, after in pairwise(spans)):
         return (
             f"the turns of the conversation overlap in the text of the template: {text[:80]!r}",

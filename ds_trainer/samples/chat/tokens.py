@@ -52,10 +52,10 @@ def tokenize(tokenizer: Any, text: str, borders: Sequence[int]) -> Tokens:
         CutToken: the parts do not decode to the text of the whole (tokenizers that add a space to a beginning).
     """
     ids, ends = _with_ends(tokenizer, text)
-    found = [_border(ends, text, border) for border in borders]
-    if None not in found:
-        return Tokens(ids, [index for index in found if index is not None], False)
-    cuts = [border for border, index in zip(borders, found, strict=True) if index is None]
+    places = [_border(ends, text, border) for border in borders]
+    if None not in places:
+        return Tokens(ids, [index for index in places if index is not None], False)
+    cuts = [border for border, index in zip(borders, places, strict=True) if index is None]
     pieces: list[list[int]] = []
     begins: dict[int, int] = {}
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):

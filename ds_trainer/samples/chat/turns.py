@@ -94,7 +94,7 @@ class Turns:
         first = part.start + len(inner) - len(inner.lstrip())
         last = part.start + len(inner.rstrip())
         start, end = (
-            next((found for at in places if (found := self._character(index, part.key, at)) is not None), None)
+            next((place for at in places if (place := self._character(index, part.key, at)) is not None), None)
             for places in ((part.start, first), (part.end, last))
         )
         return None if start is None or end is None or end < start else Span(start, end)
@@ -137,11 +137,11 @@ class Turns:
         replaced[index] = {**replaced[index], "content": SENTINEL}
         try:
             other = self._renderer.render(replaced, self._tools)
-            given = self._renderer.render(self._messages[:index], self._tools, prompt=True)
+            prompt = self._renderer.render(self._messages[:index], self._tools, prompt=True)
             before = self._renderer.render(self._messages[:index], self._tools)
         except RenderError:
             return None
-        if SENTINEL not in other or not given.startswith(before):
+        if SENTINEL not in other or not prompt.startswith(before):
             return None
         in_other = {border.key: border for border in self._borders(replaced, other, index, prompt=True)}
         for border in self._borders(self._messages, self.text, index, prompt=True):
@@ -151,7 +151,7 @@ class Turns:
                 _common(border.tail, self.text, border.start),
                 _common(twin.tail, other, twin.start),
             )
-            if 0 < len(border.tail) - shared < len(given) - len(before):  # the rest lies within the generation prompt
+            if 0 < len(border.tail) - shared < len(prompt) - len(before):  # the rest lies within the generation prompt
                 self.notices.add("generation_prompt_differs")
                 return border.start + shared
         return None
@@ -199,10 +199,10 @@ class Turns:
         probe = [*self._messages[:index], {"role": "assistant", "content": SENTINEL}]
         try:
             rendered = self._renderer.render(probe, self._tools)
-            given = self._renderer.render(self._messages[:index], self._tools, prompt=True)
+            prompt = self._renderer.render(self._messages[:index], self._tools, prompt=True)
         except RenderError:
             return start
-        header = rendered[len(given) : rendered.find(SENTINEL)] if rendered.startswith(given) else ""
+        header = rendered[len(prompt) : rendered.find(SENTINEL)] if rendered.startswith(prompt) else ""
         return start + len(header) if header.strip() and self.text.startswith(header, start) else start
 
     def _trimmed(self, start: int, end: int) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.padding import TokenPaddingCollator
+from ds_trainer.data.collators import TokenPaddingCollator
 from ds_trainer.samples.images.image_encoder import ImageEncoder
-from ds_trainer.samples.images.image_files import BadImage, read_image, shown
+from ds_trainer.samples.sources.images import BadImage, read_image, shown
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -17,12 +17,12 @@ class ImageCollator:
     """Pads samples to the longest of the batch, and reads and processes their images.
 
     Runs in the processes of the data loader: only the batches that are on their way are in memory. A batch has the
-    keys of :class:`~ds_trainer.data.padding.TokenPaddingCollator`, and whatever the processor makes of the images.
+    keys of :class:`~ds_trainer.data.collators.TokenPaddingCollator`, and whatever the processor makes of the images.
 
     Args:
         encoder: that made the samples.
         pad_token_id: the token of padding.
-        dtype: of pixels; None: as the processor makes them (float32).
+        dtype: pixels get this type; None: what the processor makes (float32).
         always: a batch without any image gets one more row, a blank image on which nothing is trained, so that the
             model runs its vision tower in every batch, on every rank. Otherwise the ranks would disagree at ZeRO 3 on
             the parameters that they gather, and wait for each other. The row adds nothing to the loss and to gradients.
@@ -57,11 +57,11 @@ class ImageCollator:
         images = [[self._read(image) for image in rows[index]["images"]] for index in with_images]
         pixels, counts = self._tokens.inputs(images)
         expected = self._tokens.are_images(batch["input_ids"][with_images]).sum(-1).tolist()
-        for index, found, wanted in zip(with_images, counts, expected, strict=True):
-            if found != wanted:
+        for index, count, wanted in zip(with_images, counts, expected, strict=True):
+            if count != wanted:
                 listed = ", ".join(map(shown, rows[index]["images"]))
                 raise ConfigError(
-                    f"The images of a sample ({listed}) take {found} tokens, but took {wanted} when it was prepared: a "
+                    f"The images of a sample ({listed}) take {count} tokens, but took {wanted} when it was prepared: a "
                     "file has changed. Delete the prepared samples (data.prepared_dir), or restore the file."
                 )
         return batch | {key: self._cast(value) for key, value in pixels.items()}

@@ -17,9 +17,8 @@ from ds_trainer.samples.chat.problems import RenderError, SampleProblem
 from ds_trainer.samples.chat.rendering import SENTINEL, Renderer
 from ds_trainer.samples.chat.tokens import IGNORED
 from ds_trainer.samples.chat.turns import Span, Turns
-from ds_trainer.samples.images.image_files import BadImage, data_uri, read_image
 from ds_trainer.samples.images.image_tokens import ImageTokens
-from ds_trainer.samples.sources.images import PLACEHOLDER
+from ds_trainer.samples.sources.images import PLACEHOLDER, BadImage, data_uri, read_image
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
 
@@ -35,19 +34,16 @@ class ImageRenderer(Renderer):
         self._always_parts = False
         super().__init__(*args)
         try:  # some templates read parts only
-            self._always_parts = SENTINEL not in self._probe()
+            self._always_parts = SENTINEL not in self.render([{"role": "user", "content": SENTINEL}], None)
         except RenderError:
             self._always_parts = True
 
-    def _probe(self) -> str:
-        return self.render([{"role": "user", "content": SENTINEL}], None)
-
     def _as_given(self, message: Message) -> Message:
-        given = super()._as_given(message)
-        content = given.get("content")
+        turn = super()._as_given(message)
+        content = turn.get("content")
         if isinstance(content, str) and (_MARK in content or (self._always_parts and content)):
-            given["content"] = _parts(content)
-        return given
+            turn["content"] = _parts(content)
+        return turn
 
 
 def _parts(content: str) -> list[dict[str, str]]:
@@ -66,7 +62,7 @@ class ImageEncoder(Encoder):
     line breaks around it, which are the template's; images that no message names are put before the first user message.
 
     Args:
-        processor: of transformers.
+        processor: a processor of transformers.
         options: what :class:`~ds_trainer.samples.chat.encoder.Encoder` takes; a sample is truncated in its text only:
             where an image would be cut or left out, it is refused.
 
@@ -125,19 +121,15 @@ class ImageEncoder(Encoder):
         self.tokens.smallest().save(buffer, "PNG")
         images = [data_uri(buffer.getvalue())]
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-        fields = {"messages": turns, "images": images}
+        messages = _placed("", turns, iter(()))
+        messages[0]["content"] = [*_image_parts(images), *messages[0]["content"]]
         unlimited = self.options.max_length
-        sample = self._conversation("the blank image", *self._dummy_messages(fields))[0]
+        sample = self._conversation("the blank image", messages, None, 0)[0]
         if unlimited is not None and len(sample["input_ids"]) > unlimited:
             raise ConfigError(
                 f"An image takes {len(sample['input_ids'])} tokens or more, but max_length is {unlimited}; raise it."
             )
         return {**sample, "labels": np.full_like(sample["labels"], IGNORED)}
-
-    def _dummy_messages(self, fields: dict[str, Any]) -> tuple[Any, None, int]:
-        turns = _placed("", fields["messages"], iter(()))
-        turns[0]["content"] = [*_image_parts(fields["images"]), *turns[0]["content"]]
-        return turns, None, 0
 
     def _make_renderer(self, template: str) -> Renderer:
         return ImageRenderer(template, self.tokenizer, dict(self.options.template_kwargs), self.options.date)
@@ -173,12 +165,12 @@ class ImageEncoder(Encoder):
                 content = "".join(texts)
             marked.append({**message, "content": content, "untrained": untrained})
         text, spans, notices = self.rendered(source, marked, tools, first)
-        found = text.count(self.tokens.placeholder)
-        if found != len(images):
+        marks = text.count(self.tokens.placeholder)
+        if marks != len(images):
             raise SampleProblem(
                 source,
                 "images",
-                f"has {len(images)} images, but its text has {self.tokens.placeholder!r} {found} times.",
+                f"has {len(images)} images, but its text has {self.tokens.placeholder!r} {marks} times.",
             )
         if not images:
             return self.labeled(source, text, spans, notices, self._beginning)

@@ -29,7 +29,7 @@ class ImageTokens:
     """The images of one processor; can be pickled.
 
     Args:
-        processor: of transformers, with ``tokenizer`` and ``image_processor``.
+        processor: a processor of transformers, with ``tokenizer`` and ``image_processor``.
 
     Attributes:
         placeholder: the text of an image in a chat template.
@@ -67,14 +67,14 @@ class ImageTokens:
         """The inputs of the model besides those of its text.
 
         Args:
-            images: of each sample that has any.
+            images: one list for each sample that has any.
 
         Returns:
             The tensors, whatever their shapes are in this family, and the number of image tokens of each sample.
         """
-        found = self._processed(images, return_tensors="pt")
-        counts = [sum(self._tokens_of(row["replacement"]) for row in rows) for rows in found.pop(_OFFSETS)]
-        return {key: value for key, value in found.items() if key not in _OF_TEXT}, counts
+        inputs = self._processed(images, return_tensors="pt")
+        counts = [sum(self._tokens_of(row["replacement"]) for row in rows) for rows in inputs.pop(_OFFSETS)]
+        return {key: value for key, value in inputs.items() if key not in _OF_TEXT}, counts
 
     def token_types(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """1 at tokens of images, else 0, under the name that the model reads; nothing if it reads none."""
@@ -101,39 +101,39 @@ class ImageTokens:
         return min(blank, key=lambda image: self._tokens_of(self.texts([image])[0]))
 
     def _tokens_of(self, text: str) -> int:
-        found = self.processor.tokenizer.encode(text, add_special_tokens=False)
-        return int(np.isin(found, self.ids).sum())
+        ids = self.processor.tokenizer.encode(text, add_special_tokens=False)
+        return int(np.isin(ids, self.ids).sum())
 
     def _processed(self, images: Sequence[Sequence[Image]], **options: Any) -> Any:
         """The processor's outputs for texts that consist of placeholders."""
         texts = [self.placeholder * len(row) for row in images]
         kept = [list(row) for row in images]
-        found = self.processor(
+        inputs = self.processor(
             text=texts, images=kept, padding=True, add_special_tokens=False, return_text_replacement_offsets=True,
             **options,
         )  # fmt: skip
-        if _OFFSETS not in found:
+        if _OFFSETS not in inputs:
             raise ConfigError(
                 f"{type(self.processor).__name__} does not say which text an image becomes "
                 "(return_text_replacement_offsets); its models cannot be trained by this job."
             )
-        return found
+        return inputs
 
     def _find_token_types(self, name: str) -> str | None:
         """Which token types the model reads: those that its processor makes unasked."""
         from PIL.Image import new
 
         try:
-            found = self._processed([[new("RGB", (64, 64))]], return_tensors="pt")
+            inputs = self._processed([[new("RGB", (64, 64))]], return_tensors="pt")
         except NotImplementedError as error:
             raise ConfigError(
                 f"{name} does not say which text an image becomes; its models are not supported."
             ) from error
-        keys = [key for key in _TOKEN_TYPES if key in found]
+        keys = [key for key in _TOKEN_TYPES if key in inputs]
         if not keys:
             return None
-        ids = found["input_ids"]
-        if not torch.equal(found[keys[0]], self.are_images(ids).to(found[keys[0]].dtype)):
+        ids = inputs["input_ids"]
+        if not torch.equal(inputs[keys[0]], self.are_images(ids).to(inputs[keys[0]].dtype)):
             raise ConfigError(
                 f"{name} makes {keys[0]} that say more than which tokens are images; it is not supported."
             )

@@ -33,7 +33,7 @@ class PreparedDataset(Dataset[Sample]):
         key: the key that it must have; None: any.
 
     Attributes:
-        directory: as given.
+        directory: the directory that was passed.
         manifest: the facts about the dataset.
         report: what it took to write it, if this process did.
 

@@ -50,11 +50,11 @@ def file_states(files: Sequence[str]) -> list[FileState]:
     states, problems = [], []
     for file in files:
         try:
-            found = os.stat(file)
+            state = os.stat(file)
         except OSError as error:
             problems.append(f"{file} cannot be read ({error.strerror or error}).")
         else:
-            states.append(FileState(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino))
+            states.append(FileState(state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino))
     if problems:
         raise ConfigError(problems)
     return states
@@ -137,7 +137,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     """SHA-256 of what ``tokenizer.save_pretrained`` writes, without paths and the settings of its last call.
 
     Args:
-        tokenizer: of transformers, of this package, or anything with ``save_pretrained``.
+        tokenizer: one of transformers, one of this package, or anything with ``save_pretrained``.
     """
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)

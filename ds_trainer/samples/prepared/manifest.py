@@ -25,11 +25,11 @@ class ShardRecord(NamedTuple):
     """One shard.
 
     Attributes:
-        number: of the shard; gives its file name.
+        number: the position among all shards; gives the file name.
         samples: number of samples.
         tokens: their tokens.
         masked: whether some tokens are not trained on, so that the shard has a mask.
-        size, checksum: of the file (:class:`~ds_trainer.samples.prepared.block_file.FileRecord`).
+        size, checksum: what is known of the file (:class:`~ds_trainer.samples.prepared.block_file.FileRecord`).
         images: bytes of the images of the samples; 0: no sample has any.
     """
 

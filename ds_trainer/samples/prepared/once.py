@@ -20,11 +20,12 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from filelock import FileLock, Timeout
 
 from ds_trainer.samples.prepared.block_file import writing
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import flush_path, new_partial
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.threads import new_thread
@@ -52,7 +54,7 @@ class Waiting:
         beat: between two signs of life of the process that works.
         stale: without a sign of life, after which it is taken for dead.
         report: between two log lines of a process that waits.
-        head_start: of the first rank of a node, so that it works rather than another one.
+        head_start: how much earlier the first rank of a node begins, so that it works rather than another one.
     """
 
     poll: float = 0.5
@@ -189,9 +191,9 @@ def made_once(
     Raises:
         ConfigError: the lock file cannot be written.
     """
-    found = find()
-    if found is not None:
-        return found
+    result = find()
+    if result is not None:
+        return result
     with writing(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
     with closing(_Lookout(target)) as lookout:
@@ -224,14 +226,14 @@ def _made(
                 log = logger.warning if leads else logger.debug  # once per machine, or once if all wait for another one
                 log("Waiting for %s: %s is %s.", target, holder, doing, extra=EVERY_RANK if holder.is_here else None)
             lookout.wait(min(waiting.poll + 0.02 * waited, 10 * waiting.poll), waiting.stale)
-            found = find() if target.exists() else None
-            if found is not None:
-                return found
+            result = find() if target.exists() else None
+            if result is not None:
+                return result
             continue
         try:
-            found = find()
-            if found is not None:
-                return found
+            result = find()
+            if result is not None:
+                return result
             if beat_path.exists():
                 holder.silent_for(lock_path)
                 text = "%s ended before %s was complete; it is made again."
@@ -243,6 +245,38 @@ def _made(
             if lock.is_locked:
                 lock_path.unlink(missing_ok=True)
                 lock.release()
+
+
+@contextmanager
+def published(final: Path, is_whole: Callable[[], bool]) -> Iterator[Path]:
+    """A new directory to write to. After the block it is flushed and renamed: it exists whole or not at all.
+
+    Args:
+        final: the name of the directory.
+        is_whole: whether what has that name is complete: then another process was first, with the same content.
+            Anything else is replaced.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with writing(final):
+        partial = new_partial(final)
+    try:
+        yield partial
+        with writing(final):
+            flush_path(partial)
+            if final.exists() and not is_whole():
+                damaged = partial.with_suffix(".damaged")
+                final.rename(damaged)
+                shutil.rmtree(damaged, ignore_errors=True)
+            try:
+                partial.rename(final)
+            except OSError:
+                if not is_whole():
+                    raise
+            flush_path(final.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _acquired(lock: FileLock) -> bool:

@@ -7,7 +7,6 @@ manifest, and renamed last: it exists whole or not at all.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,11 +22,11 @@ from ds_trainer.samples.prepared.block_file import BlockWriter, DamagedDataset, 
 from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.prepared.key import check_unchanged, content_key, file_states, known_digest_of_files
 from ds_trainer.samples.prepared.manifest import LENGTHS_FILE, OFFSETS_FILE, Manifest
-from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once
+from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once, published
 from ds_trainer.samples.prepared.shard import Encode, ShardResult, token_dtype
-from ds_trainer.samples.prepared.workers import SHARD_BYTES, Part, Task, tasks_of, write_shards
+from ds_trainer.samples.prepared.workers import SHARD_BYTES, Part, tasks_of, write_shards
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush_path, new_partial, user_path
+from ds_trainer.utils.files import user_path
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -54,7 +53,7 @@ class PreparationReport:
     """What it took to write a dataset.
 
     Attributes:
-        manifest: of the dataset.
+        manifest: the facts about the dataset.
         directory: where it is.
         source_bytes: size of the source files.
         seconds: wall-clock time of encoding and writing.
@@ -159,68 +158,21 @@ def prepare(
             logger.warning("%s It is prepared again.", damage[0], extra=EVERY_RANK)
         size = sum(state.size for state in states)
         most = -(-size // SHARD_BYTES) if all(part.size is not None for part in parts) else cores
-        writer = _DatasetWriter(final, encode, vocab_size, max(1, processes or min(cores, most)))
-        logger.info("Tokenizing %.1f MB of source in %d processes, to %s.", size / 1e6, writer.processes, final)
-        report = writer.run(key, content, tasks_of(parts), size, heartbeat, lambda: check_unchanged(names, states))
+        workers, began = max(1, processes or min(cores, most)), time.perf_counter()
+        logger.info("Tokenizing %.1f MB of source in %d processes, to %s.", size / 1e6, workers, final)
+        with published(final, lambda: _is_whole(final, key)) as partial:
+            index = _Index(partial)
+            with _progress(size, heartbeat) as report:
+                index.add_all(write_shards(partial, tasks_of(parts), encode, vocab_size, workers, report))
+            check_unchanged(names, states)
+            manifest = index.manifest(key, content, token_dtype(vocab_size))
+            manifest.write(partial)
+        seconds = time.perf_counter() - began
         dataset = PreparedDataset(final, key)
-        dataset.report = report
+        dataset.report = PreparationReport(manifest, final, size, seconds, index.cpu_seconds, workers)
         return dataset
 
     return made_once(final, find, make, waiting)
-
-
-class _DatasetWriter:
-    """Writes one dataset: beside its name, then renamed."""
-
-    def __init__(self, final: Path, encode: Encode, vocab_size: int | None, processes: int) -> None:
-        self._final, self._encode, self._vocab_size = final, encode, vocab_size
-        self.processes = processes
-
-    def run(
-        self,
-        key: str,
-        content: Mapping[str, Any],
-        tasks: Iterator[Task],
-        source_bytes: int,
-        heartbeat: Heartbeat,
-        check: Callable[[], None],
-    ) -> PreparationReport:
-        """Write everything; ``check`` is called before it becomes visible."""
-        began = time.perf_counter()
-        with writing(self._final):
-            partial = new_partial(self._final)
-        try:
-            index = _Index(partial)
-            with _progress(source_bytes, heartbeat) as report:
-                index.add_all(write_shards(partial, tasks, self._encode, self._vocab_size, self.processes, report))
-            check()
-            manifest = index.manifest(key, content, token_dtype(self._vocab_size))
-            manifest.write(partial)
-            self._publish(partial, key)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        return PreparationReport(
-            manifest,
-            self._final,
-            source_bytes,
-            time.perf_counter() - began,
-            index.cpu_seconds,
-            self.processes,
-        )
-
-    def _publish(self, partial: Path, key: str) -> None:
-        with writing(self._final):
-            flush_path(partial)
-            if self._final.exists() and not _is_whole(self._final, key):
-                damaged = partial.with_suffix(".damaged")
-                self._final.rename(damaged)
-                shutil.rmtree(damaged, ignore_errors=True)
-            try:
-                partial.rename(self._final)
-            except OSError:
-                if not _is_whole(self._final, key):  # else another process was first, with the same content
-                    raise
-            flush_path(self._final.parent)
 
 
 class _Index:

@@ -79,8 +79,8 @@ def write_shard(
     """Encode records and write the samples to a new file, flushed to the disk.
 
     Args:
-        directory: of the dataset.
-        number: of the shard.
+        directory: the directory of the dataset.
+        number: the position of the shard, which names the file.
         reads: each opens some of the records.
         encode: gives the samples of a record (:data:`Encode`).
         vocab_size: all ids are below it.
@@ -265,7 +265,7 @@ class Shard:
     """Reads a shard.
 
     Args:
-        directory: of the dataset.
+        directory: the directory of the dataset.
         record: its entry in the manifest.
         dtype: type of tokens.
     """
@@ -298,9 +298,9 @@ class Shard:
     def images(self, index: int) -> list[str]:
         """The images of the sample ``index`` of this shard: paths, or contents as data URIs."""
         ends = self._numbers - 8 * self._record.samples
-        found = self.file.read(ends + 8 * max(index - 1, 0), ends + 8 * (index + 1)).view("<i8")
-        first = int(found[0]) if index else 0
-        listed = self.file.read(self._images + first, self._images + int(found[-1])).tobytes()
+        bounds = self.file.read(ends + 8 * max(index - 1, 0), ends + 8 * (index + 1)).view("<i8")
+        first = int(bounds[0]) if index else 0
+        listed = self.file.read(self._images + first, self._images + int(bounds[-1])).tobytes()
         return json.loads(listed) if listed else []
 
     def source(self, index: int) -> str:

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,7 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.threads import new_thread
 
 if TYPE_CHECKING:
-    from ds_trainer.samples.sources.record import Record
+    pass
 
 SHARD_BYTES = 16 * 2**20  # of source
 _MOST_SHARDS = 4096
@@ -47,17 +48,6 @@ class Task(NamedTuple):
     number: int
     reads: tuple[ReadRecords, ...]
     size: int
-
-
-class PickledRecords:
-    """Records on their way to a worker."""
-
-    def __init__(self, pickled: Sequence[bytes]) -> None:
-        self._pickled = pickled
-
-    def __call__(self) -> Iterator[Record]:
-        """The records."""
-        return map(pickle.loads, self._pickled)
 
 
 def tasks_of(parts: Sequence[Part], shard_bytes: int | None = None) -> Iterator[Task]:
@@ -86,16 +76,16 @@ def tasks_of(parts: Sequence[Part], shard_bytes: int | None = None) -> Iterator[
         yield Task(number, tuple(reads), collected)
 
 
-def _batches(read: ReadRecords, size: int) -> Iterator[tuple[PickledRecords, int]]:
+def _batches(read: ReadRecords, size: int) -> Iterator[tuple[ReadRecords, int]]:
     pickled, collected = list[bytes](), 0
     for record in read():
         pickled.append(pickle.dumps(record, pickle.HIGHEST_PROTOCOL))
         collected += len(pickled[-1])
         if collected >= size:
-            yield PickledRecords(pickled), collected
+            yield partial(map, pickle.loads, pickled), collected
             pickled, collected = [], 0
     if pickled:
-        yield PickledRecords(pickled), collected
+        yield partial(map, pickle.loads, pickled), collected
 
 
 def write_shards(

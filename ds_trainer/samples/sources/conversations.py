@@ -7,9 +7,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.samples.sources.bad_lines import BadRecord
 from ds_trainer.samples.sources.images import check_images, type_name
 from ds_trainer.samples.sources.marks import ReadKeys
+from ds_trainer.samples.sources.record import BadRecord
 from ds_trainer.utils.errors import did_you_mean
 
 ROLES = {
@@ -48,7 +48,7 @@ def check_conversation(value: Any, key: str, directory: Path, unread: set[str]) 
         value: a list of mappings with ``role`` and ``content``, or ``from`` and ``value`` (ShareGPT), or of questions
             and answers in one mapping; or a text with that as JSON, as CSV files have it.
         key: its name in messages.
-        directory: of the file, for images.
+        directory: where the file is; paths of images are relative to it.
         unread: gets the names of keys of turns and parts that no rule reads.
 
     Raises:
@@ -61,26 +61,26 @@ def check_conversation(value: Any, key: str, directory: Path, unread: set[str]) 
         raise BadRecord(f"{key!r} must be a list of turns, got {type_name(turns)}")
     if not turns:
         raise BadRecord(f"{key!r} has no turn")
-    found: list[dict[str, Any]] = []
-    for number, given in enumerate(turns, 1):
+    checked: list[dict[str, Any]] = []
+    for number, mapping in enumerate(turns, 1):
         name = f"turn {number} of {key!r}"
-        if not isinstance(given, dict):
-            raise BadRecord(f"{name} must be a mapping with a role and a content, got {type_name(given)}")
-        turn = ReadKeys(given)
+        if not isinstance(mapping, dict):
+            raise BadRecord(f"{name} must be a mapping with a role and a content, got {type_name(mapping)}")
+        turn = ReadKeys(mapping)
         pair = [next((entry for entry in entries if entry in turn), None) for entries in _PAIR]
         if pair[0] is not None and pair[1] is not None and not any(entry in turn for entry in _ROLE_KEYS):
             for role, entry in zip(("user", "assistant"), pair, strict=True):
-                found.append({"role": role, "content": check_text(turn[str(entry)], f"{entry!r} of {name}")})
+                checked.append({"role": role, "content": check_text(turn[str(entry)], f"{entry!r} of {name}")})
         else:
-            one = _turn(turn, name, directory)
-            if one["role"] == "assistant" and found and found[-1]["role"] == "assistant" and _is_call(turn):
+            message = _turn(turn, name, directory)
+            if message["role"] == "assistant" and checked and checked[-1]["role"] == "assistant" and _is_call(turn):
                 # A turn of its own in the file, but what the model writes in one turn: a text and calls.
-                found[-1]["tool_calls"] = [*found[-1].get("tool_calls", ()), *one["tool_calls"]]
-                found[-1] |= {"train": False} if one.get("train") is False else {}
+                checked[-1]["tool_calls"] = [*checked[-1].get("tool_calls", ()), *message["tool_calls"]]
+                checked[-1] |= {"train": False} if message.get("train") is False else {}
             else:
-                found.append(one)
+                checked.append(message)
         unread.update(f"{key}[].{entry}" for entry in turn.unread())
-    return found
+    return checked
 
 
 def check_dialog(turns: list[dict[str, Any]], key: str) -> None:
@@ -176,30 +176,30 @@ def _turn(turn: ReadKeys, name: str, directory: Path) -> dict[str, Any]:
         shown = repr(role) if isinstance(role, str) else type_name(role)
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
         raise BadRecord(f"{name} has the role {shown}; roles are system, user, assistant and tool.{hint}".rstrip("."))
-    found: dict[str, Any] = {"role": ROLES[role.strip().lower()]}
-    answers = found["role"] == "assistant"
+    message: dict[str, Any] = {"role": ROLES[role.strip().lower()]}
+    answers = message["role"] == "assistant"
     calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.peek("function_call") else [])
     if calls:
         if not isinstance(calls, list):
             raise BadRecord(f"{name}: 'tool_calls' must be a list, got {type_name(calls)}")
         if not answers:
-            raise BadRecord(f"{name}: a turn of the {found['role']} cannot have 'tool_calls'")
-        found["tool_calls"] = [_call(call, name) for call in calls]
-    may_be_empty = bool(calls) or found["role"] == "tool"
-    found["content"] = _content(_content_of(turn, name, may_be_empty), name, may_be_empty, directory, turn.inside)
+            raise BadRecord(f"{name}: a turn of the {message['role']} cannot have 'tool_calls'")
+        message["tool_calls"] = [_call(call, name) for call in calls]
+    may_be_empty = bool(calls) or message["role"] == "tool"
+    message["content"] = _content(_content_of(turn, name, may_be_empty), name, may_be_empty, directory, turn.inside)
     for key in ("name", "tool_call_id", *_REASONING):
         if turn.get(key) is not None:
             if key in _REASONING and isinstance(turn[key], list) and turn[key]:
-                found[key] = _content(turn[key], f"{key!r} of {name}", False, directory, turn.inside)
+                message[key] = _content(turn[key], f"{key!r} of {name}", False, directory, turn.inside)
                 continue
             if not isinstance(turn[key], str):
                 raise BadRecord(f"{name}: {key!r} must be a string, got {type_name(turn[key])}")
-            found[key] = turn[key]
-    found |= _trained(turn, answers, name)
+            message[key] = turn[key]
+    message |= _trained(turn, answers, name)
     if turn.get("train_detail"):
-        found["content"] = _parts_by_offset(found["content"], turn["train_detail"], name)
-        found.setdefault("train", True)
-    return found
+        message["content"] = _parts_by_offset(message["content"], turn["train_detail"], name)
+        message.setdefault("train", True)
+    return message
 
 
 def _is_call(turn: ReadKeys) -> bool:
@@ -208,13 +208,13 @@ def _is_call(turn: ReadKeys) -> bool:
 
 def _trained(turn: ReadKeys, answers: bool, name: str) -> dict[str, bool]:
     """Whether the turn says that it is trained on, or not."""
-    found = []
+    marks = []
     for key in (*_TRAIN, *(_TRAIN_ANSWER if answers else ())):
-        if (given := turn.get(key)) is not None:
-            if given not in (0, 1):
-                raise BadRecord(f"{name}: {key!r} must be true or false, got {given!r}")
-            found.append(bool(given))
-    return {"train": all(found)} if found else {}
+        if (value := turn.get(key)) is not None:
+            if value not in (0, 1):
+                raise BadRecord(f"{name}: {key!r} must be true or false, got {value!r}")
+            marks.append(bool(value))
+    return {"train": all(marks)} if marks else {}
 
 
 def _parts_by_offset(content: Any, details: Any, name: str) -> list[dict[str, Any]]:
@@ -242,10 +242,10 @@ def _parts_by_offset(content: Any, details: Any, name: str) -> list[dict[str, An
 
 
 def _one_of(turn: ReadKeys, keys: tuple[str, ...], name: str) -> str:
-    found = [key for key in keys if turn.get(key) is not None]
-    if len(found) == 1:
-        return found[0]
-    if len(found) > 1:
+    present = [key for key in keys if turn.get(key) is not None]
+    if len(present) == 1:
+        return present[0]
+    if len(present) > 1:
         raise BadRecord(f"{name} has both {keys[0]!r} and {keys[1]!r}")
     null = next((key for key in keys if key in turn), None)
     if null is not None:
@@ -286,16 +286,16 @@ def _part(part: Any, name: str, directory: Path, unread: set[str]) -> dict[str, 
     if kind == "text":
         read = ReadKeys(part)
         text = next((read[key] for key in ("text", *_CONTENT_KEYS) if key in read), None)
-        found = {"type": read["type"], "text": check_text(text, f"text of {name}"), **_trained(read, True, name)}
+        content = {"type": read["type"], "text": check_text(text, f"text of {name}"), **_trained(read, True, name)}
         unread.update(f"content[].{key}" for key in read.unread())
-        return found
+        return content
     if kind in ("image", "image_url"):
         unread.update(f"content[].{key}" for key in part if key not in _IMAGE_KEYS)
-        given = part.get("image", part.get("image_url", part.get("path", part.get("url"))))
-        if given is None and "base64" not in part:
+        image = part.get("image", part.get("image_url", part.get("path", part.get("url"))))
+        if image is None and "base64" not in part:
             return {"type": "image"}
-        given = part if given is None else given
-        return {"type": "image", "image": check_images(given, directory)[0]}
+        image = part if image is None else image
+        return {"type": "image", "image": check_images(image, directory)[0]}
     return part
 
 

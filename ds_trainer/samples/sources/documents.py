@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ds_trainer.samples.sources.bad_lines import BadLine, BadLines
 from ds_trainer.samples.sources.files import SourceFile
 from ds_trainer.samples.sources.images import type_name
+from ds_trainer.samples.sources.record import BadLine, BadLines
 from ds_trainer.samples.sources.rows import Row, read_rows
 from ds_trainer.samples.sources.tables import no_key
 

@@ -52,17 +52,17 @@ def find_files(spec: SourceSpec, key: str, suffixes: Mapping[str, str] = RECORD_
     Raises:
         ConfigError: a path matches nothing; lists all problems.
     """
-    found: dict[Path, SourceFile] = {}
+    files: dict[Path, SourceFile] = {}
     problems: list[str] = []
     for path in spec.path:
         try:
             for file in _Finder(spec, key, suffixes).find(path):
-                found.setdefault(Path(os.path.realpath(file.path)), file)
+                files.setdefault(Path(os.path.realpath(file.path)), file)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return list(found.values())
+    return list(files.values())
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class _Finder:
             raise ConfigError(f"{name} was not written by save_to_disk of datasets (it has no state.json).")
         if is_dataset and self.spec.format in ("auto", "dataset"):
             return [SourceFile(directory.absolute(), "dataset")]
-        given = self.spec.format in ("auto", "text")
-        return self._below(directory, self.spec.file_pattern or ("*" if given else f"*.{self.spec.format}*"), name)
+        any_text = self.spec.format in ("auto", "text")
+        return self._below(directory, self.spec.file_pattern or ("*" if any_text else f"*.{self.spec.format}*"), name)
 
     def _below(self, root: Path, pattern: str, name: str) -> list[SourceFile]:
         """All files below ``root`` whose name matches ``pattern``, by relative path. Hidden files are excluded.
@@ -125,11 +125,11 @@ class _Finder:
             )
         if not relative:
             raise ConfigError(f"{name}: no file in it matches {pattern!r}{self._unless_excluded()}.")
-        found = [SourceFile((root / inside).absolute(), self._format(root / inside)) for inside in sorted(relative)]
+        chosen = [SourceFile((root / inside).absolute(), self._format(root / inside)) for inside in sorted(relative)]
         if self.suffixes is RECORD_SUFFIXES and self.spec.format == "auto" and self.spec.file_pattern is None:
-            tables = [file for file in found if file.format != "text" and file.path.name not in _NO_SAMPLES]
-            return tables or found
-        return found
+            tables = [file for file in chosen if file.format != "text" and file.path.name not in _NO_SAMPLES]
+            return tables or chosen
+        return chosen
 
     def _format(self, file: Path) -> str:
         if self.spec.format == "dataset":

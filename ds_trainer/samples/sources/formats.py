@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.samples.sources.bad_lines import BadRecord
 from ds_trainer.samples.sources.conversations import (
     check_conversation,
     check_dialog,
@@ -19,7 +18,7 @@ from ds_trainer.samples.sources.conversations import (
 )
 from ds_trainer.samples.sources.images import check_images, check_places, type_name
 from ds_trainer.samples.sources.marks import ReadKeys, check_marks
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadRecord, Record
 
 Fields = dict[str, Any]
 _IMAGE_KEYS = ("images", "image")
@@ -35,7 +34,7 @@ class RecordFormat:
 
     Attributes:
         name: shown to the user.
-        kind: of the records that it gives.
+        kind: the records that it gives are of this kind.
         keys: all of them are in every sample.
         convert: the fields of the record of a row; gets the row, the keys, and the directory of the file.
     """
@@ -51,7 +50,7 @@ class RecordFormat:
         Args:
             where: it is, for messages.
             value: the row.
-            directory: of the file, for images.
+            directory: where the file is; paths of images are relative to it.
             chosen: whether the recipe names the kind of the samples, and so which of several answers is meant.
 
         Raises:
@@ -315,8 +314,8 @@ def recognize(value: Any, kind: str = "auto") -> RecordFormat | str:
     chosen = [entry for entry in fitting if kind in ("auto", entry.kind)]
     if not chosen:
         wanted = "" if kind == "auto" else f" of kind {kind}"
-        if kind == "auto" and (found := next((why for keys, why in _UNKNOWN if all(k in value for k in keys)), None)):
-            return f"{found}; its keys are {_listed(value)}"
+        if kind == "auto" and (reason := next((why for keys, why in _UNKNOWN if all(k in value for k in keys)), None)):
+            return f"{reason}; its keys are {_listed(value)}"
         return f"no known format{wanted}; its keys are {_listed(value)}. Known: {_known(kind)}; or set text_key"
     pairs = [entry for entry in chosen if entry.kind == "preference"]
     if pairs and (pairs[0].keys[-1] in _REJECTED or isinstance(value[pairs[0].keys[0]], Mapping)):

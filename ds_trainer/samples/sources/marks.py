@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_trainer.samples.sources.bad_lines import BadRecord
+from ds_trainer.samples.sources.record import BadRecord
 
 _MOST_NAMES, _LONGEST_NAME = 20, 60
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -72,7 +72,7 @@ def verdict(value: Any, words: Mapping[str, bool] = _TRUTH, numbers: bool = Fals
     """Whether a mark says yes or no; None: it says something else.
 
     Args:
-        value: of the key.
+        value: what the row has under the key.
         words: the texts that say it.
         numbers: whether 1 is yes, and 0 and negative numbers are no.
     """
@@ -90,7 +90,7 @@ def check_marks(row: ReadKeys, kind: str, chosen: bool) -> None:
 
     Args:
         row: the sample.
-        kind: of the record that it becomes.
+        kind: the row becomes a record of this kind.
         chosen: whether the recipe names the kind, and so says which of several answers is meant.
 
     Raises:

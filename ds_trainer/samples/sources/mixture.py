@@ -32,7 +32,7 @@ class Mixture(Dataset[Any]):
     Args:
         datasets: map-style datasets.
         weights: relative probabilities of a sample to come from each; None: all samples of all, each once per epoch.
-        seed: of the order in which a source is drawn from.
+        seed: decides the order in which a source is drawn from.
         new_samples: whether an epoch goes on where the epoch before ended; False: all epochs have the samples of the
             first one, for what is made once from their lengths (packing, ``group_by_length``).
         numbered: whether samples, mappings with ``input_ids``, carry the number of their source
@@ -105,12 +105,12 @@ class Mixture(Dataset[Any]):
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of every sample of the epoch that is set, int32 ``[samples]``, from ``lengths`` of the datasets."""
-        found = []
+        known = []
         for source, (dataset, samples) in enumerate(zip(self.datasets, self.samples, strict=True)):
             own = getattr(dataset, "lengths", None)
             lengths = np.asarray([len(row["input_ids"]) for row in dataset] if own is None else own, np.int32)
-            found.append(lengths[self._positions(source, samples)] if self.weighted else lengths)
-        return np.concatenate(found)
+            known.append(lengths[self._positions(source, samples)] if self.weighted else lengths)
+        return np.concatenate(known)
 
     def _positions(self, source: int, samples: int) -> npt.NDArray[np.int64]:
         size = len(self.datasets[source])
@@ -147,8 +147,8 @@ def parts(total: int, weights: Sequence[float]) -> list[int]:
     """``total`` divided in proportion to ``weights``, by largest remainders: the parts add up to ``total``."""
     whole = sum(weights)
     exact = [total * weight / whole for weight in weights]
-    found = [int(value) for value in exact]
-    by_remainder = sorted(range(len(found)), key=lambda index: (found[index] - exact[index], index))
-    for index in by_remainder[: total - sum(found)]:
-        found[index] += 1
-    return found
+    rounded = [int(value) for value in exact]
+    by_remainder = sorted(range(len(rounded)), key=lambda index: (rounded[index] - exact[index], index))
+    for index in by_remainder[: total - sum(rounded)]:
+        rounded[index] += 1
+    return rounded

@@ -18,8 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ds_trainer.data.source_ids import with_source
-from ds_trainer.samples.sources.bad_lines import BadLine, BadLines, Policy
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLine, BadLines, Policy, Record
 from ds_trainer.samples.sources.source import Source, read_file
 from ds_trainer.utils.errors import ConfigError
 
@@ -44,7 +43,7 @@ class SourceStream:
     Args:
         source: its files.
         encode: gives the samples of a record.
-        seed: of the order of files and records.
+        seed: decides the order of files and records.
         window: records that are shuffled together.
         bad_lines: ``error`` or ``skip``.
         part: number of parts and index of this one: every so many-th file, or every so many-th record if there are
@@ -124,17 +123,17 @@ class SourceStream:
             for place in range(first, len(order)):
                 if taken == limit:
                     break
-                for number, found in enumerate(read_file(self._files[order[place]], format, source.spec.kind)):
+                for number, record in enumerate(read_file(self._files[order[place]], format, source.spec.kind)):
                     if number < skipped:
                         continue
-                    if isinstance(found, BadLine):
+                    if isinstance(record, BadLine):
                         refused = BadLines(self._bad_lines)
-                        refused.add(found)
+                        refused.add(record)
                         refused.check()
                         continue
                     taken += 1
                     if (taken - 1) % parts == own:
-                        yield found, {"turn": turn, "file": place, "record": number + 1, "taken": taken}
+                        yield record, {"turn": turn, "file": place, "record": number + 1, "taken": taken}
                     if taken == limit:
                         break
                 skipped = 0
@@ -149,8 +148,8 @@ class MixtureStream(IterableDataset[dict[str, torch.Tensor]]):
         sources: what is read.
         encode: gives the samples of a record; can be pickled.
         weights: relative probabilities of a sample to come from each source.
-        names: of the sources.
-        seed: of every order.
+        names: how the sources are called.
+        seed: decides every order.
         window: records of a source that are shuffled together.
         bad_lines: ``error`` ends with the first one, ``skip`` leaves them out.
         numbered: whether samples carry the number of their source (:mod:`ds_trainer.data.source_ids`).

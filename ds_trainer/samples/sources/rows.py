@@ -6,12 +6,13 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ds_trainer.samples.sources.bad_lines import BadLine
 from ds_trainer.samples.sources.compression import READ_ERRORS, open_bytes, reason_of
 from ds_trainer.samples.sources.files import SourceFile
+from ds_trainer.samples.sources.record import BadLine
 from ds_trainer.samples.sources.tables import read_arrow, read_dataset, read_parquet
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -44,7 +45,7 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
 
     Args:
         file: what to read.
-        columns: of a table, read these only; one that is missing makes the whole file bad.
+        columns: the only ones that are read of a table; one that is missing makes the whole file bad.
     """
     if file.format in _TABLES:
         read = _TABLES[file.format](file.path, columns)
@@ -76,7 +77,8 @@ def read_jsonl(path: Path) -> Iterator[Row | BadLine]:
                     return
                 line = line.removeprefix(_BOM)
             if len(line) > MAX_LINE_BYTES:
-                _pass_over(stream, line)
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(MAX_LINE_BYTES)
                 yield BadLine(where, f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
             elif line.strip():
                 yield _parsed(where, line)
@@ -135,16 +137,12 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row | BadLine]:
             yield _named(where, header, row)
 
 
-def _read_tsv(path: Path) -> Iterator[Row | BadLine]:
-    return read_csv(path, "\t")
-
-
 _READERS: dict[str, Callable[[Path], Iterator[Row | BadLine]]] = {
     "text": read_text,
     "jsonl": read_jsonl,
     "json": read_json,
     "csv": read_csv,
-    "tsv": _read_tsv,
+    "tsv": partial(read_csv, delimiter="\t"),
 }
 _TABLES = {"parquet": read_parquet, "arrow": read_arrow, "dataset": read_dataset}
 
@@ -196,11 +194,6 @@ def _first_line_problem(path: Path, line: bytes) -> BadLine | None:
 
 def _other_encoding(start: bytes) -> str | None:
     return next((name for mark, name in _OTHER_ENCODINGS if start.startswith(mark)), None)
-
-
-def _pass_over(stream: IO[bytes], line: bytes) -> None:
-    while line and not line.endswith(b"\n"):
-        line = stream.readline(MAX_LINE_BYTES)
 
 
 def _elements(path: Path, data: bytes) -> Iterator[Row | BadLine]:

@@ -7,10 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.samples.sources.bad_lines import BadLine, BadLines, BadRecord
 from ds_trainer.samples.sources.files import SourceFile, find_files
 from ds_trainer.samples.sources.formats import RecordFormat, recognize, text_format
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLine, BadLines, BadRecord, Record
 from ds_trainer.samples.sources.rows import Row, read_rows
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
@@ -28,7 +27,7 @@ class Source:
 
     Attributes:
         files: where the samples are.
-        format: of the samples; known once the first valid one was read, see :meth:`find_format`.
+        format: how samples are recognized; known once the first valid one was read, see :meth:`find_format`.
         count: number of records of the last complete reading; None before.
 
     Raises:
@@ -37,13 +36,13 @@ class Source:
 
     def __init__(self, spec: SourceSpec, key: str, without: Collection[Path] = ()) -> None:
         self.spec, self.key = spec, key
-        found = find_files(spec, key)
-        if unusual := [problem for file in found if (problem := _name_problem(key, file.path))]:
+        files = find_files(spec, key)
+        if unusual := [problem for file in files if (problem := _name_problem(key, file.path))]:
             raise ConfigError(unusual)
         others = {path.resolve() for path in without}
-        self.files = [file for file in found if file.path.resolve() not in others]
+        self.files = [file for file in files if file.path.resolve() not in others]
         if not self.files:
-            raise ConfigError(f"{key}: all {len(found)} files are also in data.eval; no training data.")
+            raise ConfigError(f"{key}: all {len(files)} files are also in data.eval; no training data.")
         self.format: RecordFormat | None = None
         self.count: int | None = None
         self._sought = False
@@ -67,8 +66,8 @@ class Source:
                 self.format = text_format(self.spec.text_key)
             else:
                 rows = (row for file in self.files for row in read_rows(file) if isinstance(row, Row))
-                found = (recognize(_value(row, "text"), self.spec.kind) for row in rows)
-                self.format = next((entry for entry in found if isinstance(entry, RecordFormat)), None)
+                formats = (recognize(_value(row, "text"), self.spec.kind) for row in rows)
+                self.format = next((entry for entry in formats if isinstance(entry, RecordFormat)), None)
         return self.format
 
     def read(self, bad: BadLines) -> Iterator[Record]:
@@ -81,11 +80,11 @@ class Source:
 
     def _all(self, bad: BadLines) -> Iterator[Record]:
         for file in self.files:
-            for found in read_file(file, self.find_format(), self.spec.kind):
-                if isinstance(found, BadLine):
-                    bad.add(found)
+            for record in read_file(file, self.find_format(), self.spec.kind):
+                if isinstance(record, BadLine):
+                    bad.add(record)
                 else:
-                    yield found
+                    yield record
 
     @property
     def format_name(self) -> str:
@@ -106,8 +105,8 @@ def read_file(file: SourceFile, format: RecordFormat | None, kind: str = "auto")
 
     Args:
         file: what to read.
-        format: of its samples; None: no row has a known one, so each is a bad line.
-        kind: of the samples, as the recipe has it.
+        format: how its samples are recognized; None: no row has a known format, so each is a bad line.
+        kind: what the recipe says about the samples.
     """
     text_key = format.keys[0] if format is not None and format.kind == "text" else "text"
     for row in read_rows(file):

@@ -20,8 +20,8 @@ class SourceSpec:
         weight: probability of a sample to come from this source, relative to the weights of the others; default: all
             samples of all sources, each once per epoch.
         limit: use the first samples only.
-        format: of the files; ``auto`` detects it from directory contents and file names.
-        kind: of the samples; ``auto`` detects it from the keys of the first one.
+        format: how the files are read; ``auto`` detects it from directory contents and file names.
+        kind: what the samples are; ``auto`` detects it from the keys of the first one.
         text_key: key or column of the text of samples that are plain text.
         file_pattern: pattern for the files of a directory; default: all; for ``python-stdlib``: ``*.py``.
         exclude: patterns; a file is excluded if one matches its path within the directory, or any component of it.

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.samples.sources.bad_lines import BadLine
 from ds_trainer.samples.sources.compression import reason_of
+from ds_trainer.samples.sources.record import BadLine
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 
 _ROWS_TOGETHER = 1000

@@ -24,8 +24,8 @@ from ds_trainer.data.lengths import (
     sample_lengths,
 )
 from ds_trainer.data.loader import PlannedLoader
+from ds_trainer.data.order import SamplerOrder
 from ds_trainer.data.sampler import DistributedBatchSampler
-from ds_trainer.data.sampler_order import SamplerOrder
 from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of
 from ds_trainer.data.stream_shards import stream_order, warn_of_readers

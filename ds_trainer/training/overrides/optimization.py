@@ -12,14 +12,17 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
 from ds_trainer.engine.weights import full_numel
-from ds_trainer.optim.library_optimizer_builder import build_library_optimizer
+from ds_trainer.optim.library_optimizer_builder import (
+    build_given_optimizer,
+    build_library_optimizer,
+    optimizer_class_and_arguments,
+)
 from ds_trainer.optim.optimizer_builder import (
     build_optimizer,
     decay_parameter_names,
     is_built_here,
     parameters_of_groups,
 )
-from ds_trainer.optim.optimizer_classes import build_given_optimizer, optimizer_class_and_arguments
 from ds_trainer.optim.schedule_stepping import with_rates_of_the_optimizer
 from ds_trainer.optim.schedules import build_schedule
 from ds_trainer.training.overrides.base import TrainerBase

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_trainer.data.packing.batch import PackedFormat, PackingCollator
+from ds_trainer.data.packing.batch import PackedFormat, PackingCollator, balanced_order, busiest_rank
 from ds_trainer.data.packing.datasets import Piece
-from ds_trainer.data.packing.document_order import balanced_order, busiest_rank
 from ds_trainer.parallel.attention_blocks import AttentionBlocks
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ds_trainer.samples.chat.checks import trained_runs
+from ds_trainer.samples.chat.encoder import trained_runs
 
 BAR = "\uff5c"  # the full-width bar of DeepSeek's tokens
 OWN_TEMPLATES = Path(__file__).parent / "templates"

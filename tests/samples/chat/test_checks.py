@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from ds_trainer.samples.chat import encoder as encoder_module
-from ds_trainer.samples.chat.checks import mask_problem
-from ds_trainer.samples.chat.encoder import Encoder
+from ds_trainer.samples.chat.encoder import Encoder, mask_problem
 from ds_trainer.samples.chat.problems import RenderError, SampleProblem
 from ds_trainer.samples.chat.rendering import Renderer
 from ds_trainer.samples.chat.tokens import IGNORED

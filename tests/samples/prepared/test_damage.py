@@ -21,7 +21,6 @@ from ds_trainer.samples.prepared.block_file import DamagedDataset
 from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.prepared.manifest import MANIFEST_FILE, Manifest
 from ds_trainer.samples.prepared.prepare import prepare
-from ds_trainer.samples.prepared.verification import prepare_and_verify
 from ds_trainer.utils.errors import ConfigError
 from tests.samples.prepared.conversations import IDENTITY, Encode, expected, parts_of, read_all, write_conversations
 
@@ -100,19 +99,6 @@ class TestWrongDatasets:
             assert read_all(again) == source.samples
             assert source.prepare(tmp_path, verify=True).report is None
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [made.directory.name]
-
-    def test_preparing_before_a_job_verifies_what_is_there(self, source: Source, tmp_path: Path) -> None:
-        def make() -> list[PreparedDataset]:
-            return [source.prepare(tmp_path), source.prepare(tmp_path, identity={"other": 1})]
-
-        assert "tokens/s per core" in prepare_and_verify(make)
-        assert prepare_and_verify(make).count("prepared before, all checksums are right") == 2
-        damaged = source.prepare(tmp_path)
-        flip(damaged.directory / "shard-000000", 5)
-        text = prepare_and_verify(make)
-        assert text.count("tokens/s per core") == 1 and text.count("prepared before") == 1
-        assert str(damaged.directory) in text.split("\n\n")[0]
-        assert read_all(source.prepare(tmp_path)) == source.samples
 
     def test_that_of_another_key_is_refused(self, source: Source, tmp_path: Path) -> None:
         one = source.prepare(tmp_path)

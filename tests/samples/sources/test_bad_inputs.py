@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from ds_trainer.samples.sources import rows
-from ds_trainer.samples.sources.bad_lines import BadLines
+from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError

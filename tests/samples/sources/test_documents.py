@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.samples.sources.bad_lines import BadLines
 from ds_trainer.samples.sources.documents import Document, read_documents
 from ds_trainer.samples.sources.files import SourceFile
+from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.utils.errors import ConfigError
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.samples.sources.bad_lines import BadLines
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLines, Record
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.data.padding import TokenPaddingCollator
+from ds_trainer.data.collators import TokenPaddingCollator
 from ds_trainer.samples.sources.mixture_stream import MixtureStream
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.samples.sources.source import Source

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ds_trainer.samples.sources.bad_lines import BadLines
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.samples.sources.record import BadLines, Record
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError

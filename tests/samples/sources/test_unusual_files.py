@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ds_trainer.recipes.corpus import Corpus
 from ds_trainer.recipes.data_spec import DataSpec
-from ds_trainer.recipes.fine_tuning_data import open_sources
-from ds_trainer.samples.sources.bad_lines import BadLines
-from ds_trainer.samples.sources.record import Record
+from ds_trainer.recipes.fine_tuning_data import open_text_sources
+from ds_trainer.recipes.text_dataset import Corpus
+from ds_trainer.samples.sources.record import BadLines, Record
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
@@ -83,7 +82,7 @@ def test_a_file_of_evaluation_is_not_trained_on_under_another_name(tmp_path: Pat
     (tmp_path / "y.jsonl").symlink_to("x.jsonl")
     spec = DataSpec(train=(str(tmp_path / "x.jsonl"),), eval=(str(tmp_path / "y.jsonl"),), max_length=8)
     with pytest.raises(ConfigError, match=r"also in data\.eval"):
-        open_sources(spec)
+        open_text_sources(spec)
 
 
 def test_a_weight_beside_an_empty_column_counts(tmp_path: Path) -> None:

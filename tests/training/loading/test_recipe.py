@@ -9,10 +9,10 @@ import pytest
 
 import ds_trainer
 from ds_trainer import ConfigError
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
 from ds_trainer.recipes.language_model import language_model_config, tokenizer_of
 from ds_trainer.recipes.language_model_job import run
 from ds_trainer.recipes.recipe import load_recipe
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from tests.recipes.test_tokenizers import word_tokenizer
 from tests.support.hub_server import HubServer, Repository, pointed_at
 from tests.support.models import tiny_llama

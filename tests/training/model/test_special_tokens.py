@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.recipes.byte_tokenizer import ByteTokenizer
+from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.training.model.preparation import align_tokens
 from tests.support.models import RaggedTokens, Regression, tiny_llama
 from tests.support.pool import pool

@@ -1,61 +1,69 @@
-"""What tasks have in common: arguments of a library's class, the tokenizer, and the run with its report."""
+"""``TaskJob``: what tasks other than the next token have in common; arguments of a library's class, the tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.recipes.job import Job, final_evaluation, finished_in
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.run_results import final_evaluation, finished_in, train_and_report
-from ds_trainer.recipes.task_data import TaskData
+from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
-    from ds_trainer.training.train_loop import TrainOutput
     from ds_trainer.training.trainer import Trainer
 
 _NOT_SHOWN = ("eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
 
 
-def train_task(recipe: Recipe, trainer: Trainer, data: TaskData, began: float) -> dict[str, Any]:
-    """Train, evaluate if there is evaluation data, save and report. Collective.
+class TaskJob(Job):
+    """A task whose samples are rows of columns, not tokens.
 
-    Args:
-        recipe: the recipe of the run.
-        trainer: has the samples of ``data``.
-        data: for the report.
-        began: ``time.perf_counter()`` at the start of the job.
-
-    Returns:
-        The content of ``results.json`` on the main process, an empty dict elsewhere.
+    Attributes:
+        data: what :meth:`prepare` has read.
     """
 
-    def evaluate() -> dict[str, float] | None:
-        return None if data.eval is None else final_evaluation(trainer)
+    data: TaskData
 
-    def describe(_: TrainOutput, evaluation: dict[str, float] | None) -> dict[str, Any]:
-        return {"evaluation": evaluation, "samples": data.samples()}
+    @abstractmethod
+    def reading(self) -> Reading:
+        """How the samples are read."""
 
-    return train_and_report(recipe, trainer, began, evaluate, describe, _report)
+    def prepare(self, args: TrainingArguments) -> Sequence[str]:
+        """Read and check the samples."""
+        seed = args.seed if args.data_seed is None else args.data_seed
+        self.data = read_task_data(self.recipe.data, self.reading(), int(seed))
+        trained, evaluated = len(self.data.train), 0 if self.data.eval is None else len(self.data.eval)
+        return (f"{trained:,} samples to train on, {evaluated:,} for evaluation, in {self.data.directory}",)
 
+    def evaluate(self, trainer: Trainer) -> dict[str, float] | None:
+        """The metrics of the evaluation samples."""
+        return None if self.data.eval is None else final_evaluation(trainer)
 
-def _report(results: dict[str, Any], evaluation: dict[str, float] | None) -> str:
-    samples = results["samples"]
-    trained = f"Trained on {counted(samples['train'], 'sample')}; training loss {results['train_loss']:.4f}."
-    lines = ["", finished_in(results), trained]
-    if evaluation is None:
-        lines.append("No evaluation: set data.eval or data.held_out for one.")
-    else:
-        lines.append(f"Held-out loss {evaluation['eval_loss']:.4f}, {counted(samples['eval'], 'sample')}.")
-        lines += [
-            f"  {name:<28} {value:.4f}"
-            for name, value in evaluation.items()
-            if isinstance(value, float) and name not in _NOT_SHOWN
-        ]
-    return "\n".join([*lines, f"Weights, logs and results.json are in {results['output_dir']}"])
+    def figures(self, trainer: Trainer, evaluation: dict[str, float] | None) -> Mapping[str, Any]:
+        """The metrics, and the numbers of samples."""
+        return {"evaluation": evaluation, "samples": self.data.samples()}
+
+    def report(self, results: Mapping[str, Any], evaluation: dict[str, float] | None) -> str:
+        """The losses and the other metrics."""
+        samples = results["samples"]
+        trained = f"Trained on {counted(samples['train'], 'sample')}; training loss {results['train_loss']:.4f}."
+        lines = ["", finished_in(results), trained]
+        if evaluation is None:
+            lines.append("No evaluation: set data.eval or data.held_out for one.")
+        else:
+            lines.append(f"Held-out loss {evaluation['eval_loss']:.4f}, {counted(samples['eval'], 'sample')}.")
+            lines += [
+                f"  {name:<28} {value:.4f}"
+                for name, value in evaluation.items()
+                if isinstance(value, float) and name not in _NOT_SHOWN
+            ]
+        return "\n".join([*lines, f"Weights, logs and results.json are in {results['output_dir']}"])
 
 
 def library_arguments(recipe: Recipe, config_class: Any, **defaults: Any) -> Any:
