@@ -13,13 +13,14 @@ import argparse
 import dataclasses
 import os
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from ds_trainer.arguments.argument_files import args_of_files, without_flag
 from ds_trainer.arguments.compat.renamed_arguments import RENAMED, name_as_given
 from ds_trainer.arguments.construction import ArgumentsType, file_problems
 from ds_trainer.arguments.overrides import ORIGIN
@@ -28,7 +29,9 @@ from ds_trainer.arguments.parser_actions import (
     FieldAction,
     FlagFormatter,
     SwitchOffAction,
+    help_of,
     sources_of,
+    spellings,
     wrong_values,
 )
 from ds_trainer.arguments.parser_values import (
@@ -118,14 +121,14 @@ class HfArgumentParser(argparse.ArgumentParser):
     def _add_field(self, cls: Any, field: dataclasses.Field[Any]) -> None:
         metadata, hint = dict(field.metadata), self._hints_of(cls)[field.name]
         aliases = metadata.get("aliases", [])
-        flags = [*_spellings(f"--{field.name}"), *([aliases] if isinstance(aliases, str) else aliases)]
+        flags = [*spellings(f"--{field.name}"), *([aliases] if isinstance(aliases, str) else aliases)]
         convert = converter(hint, f"--{field.name}")
         options: dict[str, Any] = {
             "dest": field.name,
             "convert": convert,
             "type": argparse_type(hint) or strict(convert),
             "choices": choices(hint),
-            "help": _help(field),
+            "help": help_of(field),
             "metavar": metavar(hint),
         }
         if field.default is not dataclasses.MISSING:
@@ -149,7 +152,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         switch = group.add_argument(*flags, action=FieldAction, **options)
         if field.default is True and is_switch(hint):
             off = {"dest": field.name, "default": True, "help": argparse.SUPPRESS, "switch": switch}
-            group.add_argument(*_spellings(f"--no_{field.name}"), action=SwitchOffAction, **off)
+            group.add_argument(*spellings(f"--no_{field.name}"), action=SwitchOffAction, **off)
 
     def _hints_of(self, cls: Any) -> dict[str, Any]:
         if cls not in self._hints:
@@ -167,7 +170,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             if f"--{name}" not in taken:
                 options: dict[str, Any] = {"nargs": "?", "const": True} if is_switch(row.hint) else {}
                 self.add_argument(
-                    *_spellings(f"--{name}"),
+                    *spellings(f"--{name}"),
                     action=FieldAction,
                     dest=name,
                     default=argparse.SUPPRESS,
@@ -209,9 +212,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             ConfigError: with all problems.
         """
         argv = list(sys.argv[1:] if args is None else args)
-        argv = args_of_files(argv, look_for_args_file, args_filename, args_file_flag) + argv
-        if args_file_flag:
-            argv = without_flag(argv, args_file_flag)
+        argv = args_of_files(argv, look_for_args_file, args_filename, args_file_flag)
         with self._collecting_problems():
             namespace, remaining = self.parse_known_args(argv)
         sources = sources_of(self._actions, namespace)
@@ -377,21 +378,23 @@ class HfArgumentParser(argparse.ArgumentParser):
         return f"{COMMAND_LINE}: unknown argument {flag}.{near}"
 
 
-def _spellings(flag: str) -> list[str]:
-    """A flag with underscores and with hyphens."""
-    return list(dict.fromkeys([flag, f"--{flag.removeprefix('--').replace('_', '-')}"]))
-
-
-def _help(field: dataclasses.Field[Any]) -> str:
-    text = str(field.metadata.get("help", "")).replace("%", "%%").replace("%%%%", "%%")
-    if text:
-        return text
-    has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-    return "default: %(default)s" if has_default else "(required)"  # argparse shows no default without a text
-
-
 def _with_source(problem: str, values: dict[str, Any], sources: dict[str, str]) -> str:
     match = re.match(r"(\w+)\W", problem)
     key = name_as_given(match.group(1), values) if match else None
     source = sources[key] if key is not None else None
     return f"{source}: {problem}" if source not in (None, "argument") else problem
+
+
+def args_of_files(argv: list[str], look: bool, filename: str | None, flag: str | None) -> list[str]:
+    """The arguments in files (:meth:`HfArgumentParser.parse_args_into_dataclasses`), then ``argv`` without ``flag``."""
+    files = [filename] if filename else []
+    default = Path(sys.argv[0]).with_suffix(".args") if sys.argv[0] else None
+    if not filename and look and default is not None and default.is_file():
+        files.append(str(default))
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    if flag:
+        finder.add_argument(flag, action="append", default=[], dest="files")
+        files += finder.parse_known_args(argv)[0].files
+    texts = [read_user_file(name, name, "text file") for name in files]
+    argv = [word for text in texts for word in shlex.split(text, comments=True)] + argv
+    return finder.parse_known_args(argv)[1] if flag else argv

@@ -7,6 +7,7 @@ of the field. Which values were given is recorded apart from that, so that a giv
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -123,3 +124,17 @@ def wrong_values(namespace: argparse.Namespace) -> dict[str, list[str]]:
     parts = {name: value if isinstance(value, list) else [value] for name, value in vars(namespace).items()}
     problems = {name: [one.problem for one in part if isinstance(one, Wrong)] for name, part in parts.items()}
     return {name: found for name, found in problems.items() if found}
+
+
+def spellings(flag: str) -> list[str]:
+    """A flag with underscores and with hyphens."""
+    return list(dict.fromkeys([flag, f"--{flag.removeprefix('--').replace('_', '-')}"]))
+
+
+def help_of(field: dataclasses.Field[Any]) -> str:
+    """The help text of a field's flag."""
+    text = str(field.metadata.get("help", "")).replace("%", "%%").replace("%%%%", "%%")
+    if text:
+        return text
+    has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    return "default: %(default)s" if has_default else "(required)"  # argparse shows no default without a text

@@ -42,7 +42,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2
     output = capsys.readouterr().out
     assert "train" in output
     assert "config" in output
