@@ -138,7 +138,7 @@ def _compute(summary: RunSummary) -> str:
     assert summary.flops_per_token is not None  # otherwise the line is left out
     text = f"{human_operations(summary.flops_per_token)} per token without attention ({summary.flops_source})"
     if summary.peak_flops is None:
-        return f"{text}; no MFU, because the device's peak is unknown"
+        return f"{text}; no MFU: unknown peak"
     return f"{text}; peak {human_operations(summary.peak_flops)}/s in {summary.number_format}"
 
 

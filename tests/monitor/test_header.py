@@ -93,5 +93,5 @@ def test_flops_per_token_and_peak_flops_are_shown() -> None:
     assert compute_line() == ""
     counted = {"flops_per_token": 4.2e9, "flops_source": "counted from the architecture"}
     cost = "compute  4.2 GFLOP per token without attention (counted from the architecture)"
-    assert compute_line(**counted) == f"{cost}; no MFU, because the device's peak is unknown"
+    assert compute_line(**counted) == f"{cost}; no MFU: unknown peak"
     assert compute_line(**counted, peak_flops=989.4e12, number_format="bf16") == f"{cost}; peak 989 TFLOP/s in bf16"

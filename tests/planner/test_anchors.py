@@ -11,7 +11,7 @@ import pytest
 
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
-from ds_trainer.planner.memory import tiled
+from ds_trainer.planner.memory import micro_batch
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, search
@@ -152,7 +152,7 @@ def test_the_longest_published_sequences(devices: int, length: int, monkeypatch:
         assert share(replace(run, **{needed: False})) > 1.2
     goal = Goal(length, fixed=(("stage", 3), ("tp", 1), ("cp", 1)))
     assert search(model, Cluster.of("H100-80GB", 1, devices), goal).best is not None
-    monkeypatch.setattr(tiled, "_are_composed", lambda *_: False)
+    monkeypatch.setattr(micro_batch, "_are_composed", lambda *_: False)
     assert share(run) == pytest.approx(1, abs=0.05)
 
 
