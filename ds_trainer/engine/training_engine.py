@@ -365,6 +365,7 @@ class TrainingEngine:
         Raises:
             ConfigError: DeepSpeed found nothing to load.
         """
+        self.deepspeed._config.load_universal_checkpoint = False  # as a file may ask for; save_state writes none
         path, _ = self.deepspeed.load_checkpoint(str(directory), tag=tag)
         if path is None:
             raise ConfigError(f"{directory / tag} contains no state that DeepSpeed can load for this layout.")

@@ -62,6 +62,9 @@ EXAMPLES: dict[str, Example] = {
             ("torch-optimi", "stable_adamw", None),
         )
     },
+    "universal-checkpoints-are-recognized": Example(
+        {"deepspeed": {"checkpoint": {"load_universal": True}}}, {"deepspeed": {}}, ("checkpoint.load_universal=",)
+    ),
     "library-optimizer-needs-gpu": Example(
         {"optim": "galore_adamw_8bit", "optim_target_modules": "all-linear"}, {"device": "cuda"}
     ),

@@ -185,6 +185,15 @@ TRAINER = (
         "Remove compile.deepcompile.",
     ),
     Rule(
+        "universal-checkpoints-are-recognized",
+        "Settings that the Trainer manages",
+        ("checkpoint.load_universal",),
+        lambda c: c.on("checkpoint.load_universal"),
+        "what is resumed from says itself whether it is DeepSpeed's universal format",
+        "Remove checkpoint.load_universal, and name the directory in resume_from_checkpoint.",
+        refuses=False,
+    ),
+    Rule(
         "checkpoint-writer-needs-gpu",
         "Settings that the Trainer manages",
         ("checkpoint.writer",),
