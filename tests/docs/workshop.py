@@ -66,7 +66,7 @@ def make_workshop(path: Path, shell: Shell) -> Path:
     path.mkdir()
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
-        for n in range(24)
+        for n in range(240)
     ]
     for name in ("chats.jsonl", "conversations.jsonl"):
         (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -54,12 +54,12 @@ class Shell:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def run(self, line: str, directory: Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run the line without input, and stop it after ``seconds``."""
+        """Run the line with a question as its input, and stop it after ``seconds``."""
         return subprocess.run(
             ["bash", "-o", "pipefail", "-c", line],
             cwd=directory,
             env=self._variables,
-            stdin=subprocess.DEVNULL,
+            input="What is ZeRO?\n",
             capture_output=True,
             text=True,
             timeout=seconds,
