@@ -164,6 +164,7 @@ def test_invalid_settings_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # without it a key is wanted first
     args = TrainingArguments(str(tmp_path), report_to="wandb", save_strategy="no", use_cpu=True)
     with pytest.raises(ConfigError, match=message):
         Trainer(Regression(), args, train_dataset=regression_rows(8))
