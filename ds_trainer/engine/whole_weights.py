@@ -10,16 +10,17 @@ well, and restored at their old positions afterwards. transformers is told that 
 from __future__ import annotations
 
 import socket
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ds_trainer.engine.loading.transformers_zero3 import independent_ranks
 from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
-from ds_trainer.engine.zero3.registered_hooks import zero3_hooks
-from ds_trainer.engine.zero3.saved_hooks import SavedHooks
+from ds_trainer.engine.zero3.registered_hooks import SavedHooks, zero3_hooks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_memory import free_host_memory
 
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
 
 MEMORY_FRACTION = 0.5
 """Gathered weights may use this fraction of free memory; the rest is for caches, activations and outputs."""
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def sharded_parameters(engine: DeepSpeedEngine) -> list[Any]:
@@ -104,3 +116,21 @@ def whole_weights(engine: DeepSpeedEngine) -> Iterator[None]:
 
 def _is_on_disk(parameter: Any) -> bool:
     return str(getattr(parameter.ds_tensor, "final_location", "")).endswith("nvme")
+
+
+@contextmanager
+def unhooked(model: nn.Module) -> Iterator[None]:
+    """Inside, the modules of ``model`` have no forward and backward hooks.
+
+    Those of ZeRO-3 gather weights in each forward pass, which is collective: with complete weights
+    (:func:`ds_trainer.engine.weights.gathered`) they are not needed, and on one rank alone they would wait forever.
+    """
+    modules = list(model.modules())
+    before = [(module, name, vars(module)[name]) for module in modules for name in _HOOKS if name in vars(module)]
+    for module, name, _ in before:
+        setattr(module, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for module, name, hooks in before:
+            setattr(module, name, hooks)

@@ -15,7 +15,6 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.loading.load_report import LoadReport
 from ds_trainer.engine.weights import HALF_TYPES
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.training.generation.generate_method import generate_as_before, generate_in_context
 from ds_trainer.training.loading.model_argument import MeasuredLoad, is_on_meta, put_on_device
 from ds_trainer.training.loading.weight_check import WeightCheck, note_origin
 from ds_trainer.training.loop.device_copies import DeviceCopies
@@ -170,12 +169,14 @@ class Engines:
         self.preparation_seconds = None
 
     def _prepare_generation(self, engine: TrainingEngine | EvaluationEngine) -> None:
-        from ds_trainer.training.generation.generation_phase import GenerationPhase
+        from ds_trainer.training.generation.generation_phase import GenerationPhase, generate_in_context
 
         self.generation = GenerationPhase(engine, self._args)
         generate_in_context(engine.deepspeed.module, self.generation.call)
 
     def _end_generation(self, engine: TrainingEngine | EvaluationEngine) -> None:
+        from ds_trainer.training.generation.generation_phase import generate_as_before
+
         self.generation = None
         generate_as_before(engine.deepspeed.module)
 

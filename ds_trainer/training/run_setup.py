@@ -38,9 +38,8 @@ from ds_trainer.training.planning.run_estimate import RunEstimate
 from ds_trainer.training.planning.run_estimator import peak_memory
 from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.training.resume.compatibility import Changes
-from ds_trainer.training.resume.output_directory import OutputDirectory
+from ds_trainer.training.resume.output_directory import OutputDirectory, running_model
 from ds_trainer.training.resume.resumption import Resumption
-from ds_trainer.training.resume.running_model import running_model
 from ds_trainer.training.startup.batch_size_search import find_batch_size, rehearse_first_step
 from ds_trainer.training.startup.compilers import check_compilers
 from ds_trainer.training.startup.constructor_checks import replica_problems

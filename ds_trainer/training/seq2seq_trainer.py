@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ds_trainer.arguments.compat.library_arguments import own_arguments
 from ds_trainer.arguments.seq2seq_training_arguments import Seq2SeqTrainingArguments
@@ -19,7 +20,6 @@ from ds_trainer.training.evaluation.labels import labels_of
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
 from ds_trainer.training.generation.generation_config import read_generation_config
-from ds_trainer.training.generation.padding import padded
 from ds_trainer.training.loading.model_argument import resolve_model
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.model.micro_batch_rng import micro_batch_rng, seed_of_micro_batches
@@ -30,6 +30,10 @@ from ds_trainer.utils.failures import fails_together
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
+
+
+_DEFAULT_LENGTH = 20
+"""The default maximum length of transformers."""
 
 
 class Seq2SeqAssembly(Assembly):
@@ -278,3 +282,46 @@ class Seq2SeqTrainer(Trainer):
         if isinstance(labels, torch.Tensor) and labels.dim() == 2:
             labels = padded(labels, self.model, self.processing_class)
         return loss, padded(tokens, self.model, self.processing_class), labels
+
+
+# Generated tokens and labels have the length and the token of transformers' Seq2SeqTrainer, so that most batches have
+# equal shapes. Longer rows stay; if batches or ranks still differ, rows are padded with -100 when they are concatenated
+# (training/evaluation/nested.py).
+
+
+def padded(tokens: torch.Tensor, model: nn.Module, processing_class: Any) -> torch.Tensor:
+    """``tokens`` ``[samples, length]``, padded to the length in the model's generation configuration.
+
+    That length is ``generation_config.max_length`` (20 if it is not set); for longer rows ``max_new_tokens`` plus one.
+
+    Raises:
+        ConfigError: padding is needed, and there is no padding token.
+    """
+    config: Any = model.generation_config
+    length = _DEFAULT_LENGTH if config.max_length is None else config.max_length
+    if tokens.shape[-1] >= length and config.max_new_tokens is not None:
+        length = config.max_new_tokens + 1
+    missing = length - tokens.shape[-1]
+    if missing <= 0:
+        return tokens
+    return F.pad(tokens, (0, missing), value=padding_token(model, processing_class))
+
+
+def padding_token(model: nn.Module, processing_class: Any) -> int:
+    """The padding token of the tokenizer (or its end token), or else of the model.
+
+    Raises:
+        ConfigError: neither has one.
+    """
+    owners = [(processing_class, "pad_token_id"), (processing_class, "eos_token_id")]
+    if not hasattr(processing_class, "pad_token_id"):
+        owners = []
+    configs = [getattr(model, name, None) for name in ("config", "generation_config")]
+    for owner, name in [*owners, *((config, "pad_token_id") for config in configs)]:
+        token = getattr(owner, name, None)
+        if token is not None:
+            return int(token)
+    raise ConfigError(
+        f"predict_with_generate=True pads generated sequences, but neither the processing_class nor the configuration "
+        f"of {type(model).__name__} has a pad_token_id. Set model.config.pad_token_id."
+    )

@@ -27,7 +27,7 @@ from ds_trainer.monitor.health.heartbeat import Limit
 from ds_trainer.monitor.health.run_health import HealthSettings, RunHealth
 from ds_trainer.monitor.health.watchdog import WatchdogRules
 from ds_trainer.training.resume import background_saves, output_directory
-from ds_trainer.training.stopping import job_end, signals, vote
+from ds_trainer.training.stopping import job_end, signals, stop_controller
 from ds_trainer.training.stopping.job_end import JobEnd
 from ds_trainer.training.stopping.signals import SignalCounter
 from ds_trainer.training.stopping.stop_controller import StopController
@@ -47,7 +47,7 @@ def test_documented_numbers() -> None:
     assert (rules.poll, rules.answer, rules.on_abort_seconds) == (3.0, 11.0, 60.0)
     extremes = [WatchdogRules.of(Limit(seconds, 5.0, 0.0), False, lambda: None).poll for seconds in (0.5, 600.0)]
     assert extremes == [0.1, 5.0]
-    assert (signals.BURST_SECONDS, vote.SECONDS_BETWEEN, job_end.POLL_SECONDS) == (1.0, 0.25, 300.0)
+    assert (signals.BURST_SECONDS, stop_controller.SECONDS_BETWEEN, job_end.POLL_SECONDS) == (1.0, 0.25, 300.0)
     assert (background_saves.AFTER_SIGTERM_SECONDS, background_saves.AFTER_FAILURE_SECONDS) == (60.0, 8.0)
     assert output_directory._EXITING_SECONDS == 120.0
 

@@ -7,10 +7,14 @@ lockstep (``generation_gather``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakMethod
+from zlib import crc32
 
+import torch
 from torch import nn
 
 from ds_trainer.arguments.enums import When
@@ -23,11 +27,19 @@ from ds_trainer.engine.whole_weights import (
     whole_weights_fit,
 )
 from ds_trainer.parallel.attention import use_sharding
-from ds_trainer.training.generation.replica_draws import same_draws
+from ds_trainer.parallel.groups import ParallelGroups
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.seeds import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from ds_trainer.engine.evaluation_engine import EvaluationEngine
     from ds_trainer.engine.training_engine import TrainingEngine
+
+
+Context = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+
+# Weak references: a context knows the engine, and the engine its model, which would never be freed.
+_contexts: WeakKeyDictionary[nn.Module, WeakMethod[Context]] = WeakKeyDictionary()
 
 
 class GenerationPhase:
@@ -116,3 +128,77 @@ def _with_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.gradient_checkpointing = True
+
+
+@contextmanager
+def same_draws(groups: ParallelGroups, inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, all ranks of a replica draw the random numbers of its first rank, whose generators go on afterwards.
+
+    Collective over the ranks of the replica; does nothing if a replica is one rank.
+
+    Args:
+        groups: the process groups of the layout.
+        inputs: arguments of ``generate``; its integer tensors (tokens, masks) must be the same on these ranks.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if groups.layout.replica_size == 1:
+        yield
+        return
+    own = random_state()
+    reports: list[Any] = [None] * groups.layout.replica_size
+    torch.distributed.all_gather_object(reports, (_checksum(inputs), own), group=groups.replica_host)
+    if len({checksum for checksum, _ in reports}) > 1:
+        raise ConfigError(
+            f"generate was called with different prompts on the ranks of a replica ({groups.layout.describe()}), which "
+            "generate together. Inside a training step with sequence sharding, a batch is only the shard of a rank: "
+            "generate from prompts that all of them have, for example in get_batch_samples or a callback."
+        )
+    first = torch.distributed.get_rank(groups.replica_host) == 0
+    restore_random_state(reports[0][1])
+    try:
+        yield
+    finally:
+        if not first:
+            restore_random_state(own)
+
+
+def _checksum(inputs: Sequence[Any]) -> int:
+    found = 0
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            data = value.detach().to("cpu", torch.int64).contiguous()
+            found = crc32(f"{list(data.shape)}".encode() + data.numpy().tobytes(), found)
+    return found
+
+
+# The model gets a ``generate`` of its own, a bound method. So copies of the model (copy.deepcopy makes one whose method
+# is bound to the copy) are not affected, and neither are other models of the class.
+
+
+def generate_in_context(model: Any, context: Context) -> None:
+    """Let ``model.generate(*args, **kwargs)`` run inside ``context(args, kwargs)``, a bound method, while it exists.
+
+    Does nothing for a model without such a method, or with one that is an attribute of the object already.
+    """
+    if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
+        _contexts[model] = WeakMethod(context)
+        model.generate = MethodType(generate, model)
+
+
+def generate_as_before(model: Any) -> None:
+    """Undo :func:`generate_in_context`."""
+    if _contexts.pop(model, None) is not None:
+        del model.generate
+
+
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` of the model's class, in the context of this object, if it has one."""
+    original = type(model).generate
+    reference = _contexts.get(model)
+    context = None if reference is None else reference()
+    if context is None:
+        return original(model, *args, **kwargs)
+    with context(args, kwargs):
+        return original(model, *args, **kwargs)

@@ -16,10 +16,8 @@ from ds_trainer.arguments.enums import HubStrategy, SaveStrategy
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
-from ds_trainer.training.hub.client import HubError
-from ds_trainer.training.hub.repository import Repository, repository_name
-from ds_trainer.training.hub.staging import stage_checkpoint, stage_model
-from ds_trainer.training.hub.uploads import Commit, Uploads
+from ds_trainer.training.hub.client import HubError, Repository, repository_name
+from ds_trainer.training.hub.uploads import Commit, Uploads, stage_checkpoint, stage_model
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,9 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.training.hub.client import with_retries
-from ds_trainer.training.hub.repository import Repository
-from ds_trainer.training.hub.staging import FOLDER
+from ds_trainer.training.hub.client import Repository, with_retries
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.threads import new_executor
 
@@ -24,6 +24,12 @@ logger = get_logger(__name__)
 _MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model*")
 
 _FAILED = "%s Training continues, and the next push sends everything again."
+
+FOLDER = ".hub_push"
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+# The pointer names a checkpoint of this directory; the others are about this machine.
+_LEFT_OUT = ("latest", "run_history.jsonl", "run_history.previous.jsonl", "report.html", "report.json")
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # written under another name, then renamed
 
 
 @dataclass(frozen=True)
@@ -160,3 +166,50 @@ def _without_progress_bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+# What is pushed is staged, so that it cannot change or disappear during the upload. Files that are never modified in
+# place (those of a complete checkpoint, weights) are hard-linked: links take no space and survive the removal of the
+# original. All other files are copied.
+
+
+def stage_model(output_dir: Path, target: Path) -> Path:
+    """Stage ``output_dir`` without checkpoints, hidden files, and names that begin with an underscore.
+
+    The record of the run and its report stay here too: they name paths, hosts and commands.
+    """
+    for path in _files(output_dir, leave_out_checkpoints=True):
+        _stage(path, target / path.relative_to(output_dir), link=bool(_WEIGHTS.fullmatch(path.name)))
+    return target
+
+
+def stage_checkpoint(checkpoint: Path, target: Path) -> Path:
+    """Stage a complete checkpoint."""
+    for path in _files(checkpoint):
+        _stage(path, target / path.relative_to(checkpoint), link=True)
+    return target
+
+
+def _files(folder: Path, leave_out_checkpoints: bool = False) -> list[Path]:
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((".", "_")):
+            continue
+        if leave_out_checkpoints and (_CHECKPOINT.match(path.name) or path.name in _LEFT_OUT):
+            continue
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir() and not path.is_symlink():  # trackers link to their newest run
+            found.extend(_files(path, leave_out_checkpoints))
+    return found
+
+
+def _stage(source: Path, target: Path, link: bool) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if link:
+        try:
+            os.link(source, target)
+            return
+        except OSError:  # a file system without hard links
+            pass
+    shutil.copy2(source, target)

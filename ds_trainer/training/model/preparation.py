@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ds_trainer.arguments.completion import as_mapping
@@ -19,6 +22,7 @@ from ds_trainer.data.columns import base_model
 from ds_trainer.engine.quantized_weights import quantized_parameters
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.cache import without_cache
+from ds_trainer.training.model.input_embeddings import input_embeddings
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,8 +98,6 @@ def check_model(
                 "weight directly, of which a rank holds only a slice. Change one of the two settings."
             )
     if args.neftune_noise_alpha is not None:
-        from ds_trainer.training.model.neftune import noise_problems
-
         problems += noise_problems(model)
     if _watches(args):
         problems += overflow_problems()
@@ -171,8 +173,6 @@ def prepared_for_training(model: nn.Module, args: TrainingArguments, layout: Par
     with ExitStack() as stack:
         stack.enter_context(without_cache(model, unless=args.use_cache))
         if args.neftune_noise_alpha is not None:
-            from ds_trainer.training.model.neftune import noisy_embeddings
-
             stack.enter_context(noisy_embeddings(model, args.neftune_noise_alpha, layout.cp * layout.sp))
         if _watches(args):
             stack.enter_context(detect_overflow(model))
@@ -256,3 +256,45 @@ def detect_overflow(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in watch.handles:
             handle.remove()
+
+
+# NEFTune, against overfitting to small instruction datasets. Source: Jain et al. 2023, arXiv:2310.05914: uniform noise
+# between -1 and 1, times alpha / sqrt(L d) for sequences of L positions and vectors of length d.
+
+
+def noise_problems(model: nn.Module) -> list[str]:
+    """Reasons why noise cannot be added to ``model``'s embeddings, one sentence each."""
+    if input_embeddings(model) is not None:
+        return []
+    return [
+        f"neftune_noise_alpha: the input embeddings of {type(model).__name__} are unknown. Add a method "
+        "get_input_embeddings() that returns the module, or set neftune_noise_alpha=None."
+    ]
+
+
+@contextmanager
+def noisy_embeddings(model: nn.Module, alpha: float, sequence_shards: int = 1) -> Iterator[None]:
+    """Inside, adds noise to the embeddings of ``model`` in training mode.
+
+    Args:
+        model: a model with input embeddings.
+        alpha: strength of the noise.
+        sequence_shards: number of ranks over which each sequence is sharded, so that ``L`` is its full length.
+
+    The noise uses the device's random state, which checkpoints contain, so a resumed run draws the same noise.
+    """
+    embeddings = input_embeddings(model)
+    assert embeddings is not None  # checked when the Trainer was made
+    # Before DeepSpeed's hooks: the noise is added to the module's own output.
+    handle = embeddings.register_forward_hook(partial(_add_noise, alpha, sequence_shards), prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _add_noise(alpha: float, sequence_shards: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> Any:
+    if not module.training:
+        return None
+    bound = alpha / math.sqrt(output.shape[1] * sequence_shards * output.shape[2])
+    return output + torch.empty_like(output).uniform_(-bound, bound)

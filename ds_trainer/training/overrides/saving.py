@@ -14,8 +14,8 @@ from ds_trainer.checkpoint.weights.model_saving import (
     save_given_weights,
     save_weights,
 )
-from ds_trainer.engine.unhooked import unhooked
 from ds_trainer.engine.weights import full_shape, gathered, saved_tensors
+from ds_trainer.engine.whole_weights import unhooked
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
 from ds_trainer.training.hub.card import card_text, is_generated
 from ds_trainer.training.hub.card_facts import CardSource, facts_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
 from ds_trainer.arguments.serialize import plain
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.position import DataPosition
+from ds_trainer.optim.schedule_stepping import steps_on_metric
 from ds_trainer.training.resume.compatibility import Changes, shown
+from ds_trainer.utils.logging import get_logger
 
 WIDTH = 100
 """Columns of the table."""
@@ -35,6 +42,9 @@ _SEEDS = ("seed", "data_seed")
 _ORDER = ("train_sampling_strategy", "length_column_name", "sortish_sampler")
 _SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 _OPTIMIZER = ("optim", "optimizer", "optim_target_modules", "deepspeed.optimizer.type")
+
+
+logger = get_logger(__name__)
 
 
 class Row(NamedTuple):
@@ -209,3 +219,54 @@ def _columns(cells: list[tuple[str, ...]]) -> list[str]:
         lines.append(f"  {head}{first}")
         lines += [" " * (2 + len(head)) + line for line in rest]
     return lines
+
+
+def move_schedule(schedule: Any, saved: Mapping[str, Any], steps: int) -> None:
+    """Move a new ``schedule`` to the step at which the old one was ``saved``.
+
+    Args:
+        schedule: a new schedule that has not been stepped.
+        saved: the state of the old schedule, with its number of steps.
+        steps: optimizer steps done, used if ``saved`` has no number of steps.
+    """
+    if steps_on_metric(schedule):
+        logger.warning("The new schedule (%s) follows a metric and starts fresh.", type(schedule).__name__)
+        return
+    if "num_bad_epochs" in saved:  # it followed a metric, and counted evaluations
+        saved = {}
+    done = int(saved.get("last_epoch", saved.get("last_batch_iteration", steps)))
+    if done <= 0:
+        return
+    if "last_batch_iteration" in inspect.signature(schedule.step).parameters:  # a schedule of DeepSpeed
+        schedule.step(done)
+    elif isinstance(schedule, LambdaLR):  # a function of the step only
+        schedule.last_epoch = done - 1
+        schedule._step_count = done + 1
+        schedule.step()
+    else:
+        for _ in range(done):
+            schedule.step()
+
+
+class MovedSchedule:
+    """A schedule where it has been moved to, so that a rollback can put it back there.
+
+    Args:
+        schedule: the moved schedule.
+        optimizer: its optimizer.
+    """
+
+    def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._state = copy.deepcopy(schedule.state_dict())
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        """Put schedule and learning rates back. A learning rate that is a tensor stays the same object."""
+        self._schedule.load_state_dict(copy.deepcopy(self._state))
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

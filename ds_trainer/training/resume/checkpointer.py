@@ -35,19 +35,18 @@ from ds_trainer.training.resume.background_saves import (
     AFTER_SIGTERM_SECONDS,
     BackgroundSaves,
 )
-from ds_trainer.training.resume.checkpoint_model import ModelFiles
-from ds_trainer.training.resume.checkpoint_size_notice import announce
+from ds_trainer.training.resume.changed_arguments import MovedSchedule, move_schedule
+from ds_trainer.training.resume.checkpoint_model import ModelFiles, announce
 from ds_trainer.training.resume.compatibility import Changes
-from ds_trainer.training.resume.moved_schedule import MovedSchedule, move_schedule
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import (
     Resumption,
     rank_files,
     report,
+    rollback_checkpoint,
     run_files,
     weights_directory,
 )
-from ds_trainer.training.resume.rollback import rollback_checkpoint
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.printable import shown

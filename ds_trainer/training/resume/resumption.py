@@ -17,10 +17,12 @@ from typing import Any
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import STATE_FILE, TrainerState
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile, load_pickle
-from ds_trainer.checkpoint.protocol.manifest import Manifest
+from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
+from ds_trainer.checkpoint.selection import resolve, verify_checkpoint
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.stream import StreamLoader
 from ds_trainer.data.stream_shards import StreamOrder
+from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.data_cursor import DataCursor
@@ -29,6 +31,7 @@ from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.resume.changed_arguments import Consequences, finished, table
 from ds_trainer.training.resume.compatibility import Changes, compare
+from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, user_path
@@ -276,3 +279,34 @@ def weights_directory(path: str) -> Path:
     if not directory.is_dir():
         raise ConfigError(f"start_from_weights={path!r} is not a directory (current directory: {Path.cwd()}).")
     return directory
+
+
+def rollback_checkpoint(
+    directory: OutputDirectory, resumption: Resumption | None, changes: Changes, reason: str
+) -> Path:
+    """The newest valid checkpoint of this training, or the one from which it resumed. Collective.
+
+    Args:
+        directory: the output directory of the training.
+        resumption: the checkpoint from which it resumed.
+        changes: the arguments that had changed since that checkpoint was written.
+        reason: for the error message.
+
+    Raises:
+        TrainingDiverged: there is no such checkpoint.
+    """
+    nothing = f"{reason} There is no checkpoint of this training for a rollback"
+    try:
+        path, manifest = resolve(None, directory.path, directory.writer_group)
+        if distributed.broadcast_object(manifest.generation >= directory.first_generation):
+            return path
+    except BrokenCheckpoint:
+        pass
+    if resumption is None:
+        raise TrainingDiverged(f"{nothing}: training stops; the weights are those before this step.")
+    if changes.optimizer:
+        raise TrainingDiverged(f"{nothing} with the current optimizer, which was changed on resume: training stops.")
+    try:
+        return verify_checkpoint(resumption.path, directory.writer_group, distributed).path
+    except BrokenCheckpoint as error:
+        raise TrainingDiverged(f"{nothing} ({error}): training stops.") from error

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from ds_trainer.checkpoint.protocol.checkpoint_directory import HOW_TO_RESUME
-from ds_trainer.training.stopping import vote
 from ds_trainer.training.stopping.job_end import JobEnd
-from ds_trainer.training.stopping.request import StopRequest
+from ds_trainer.training.stopping.request import StopRequest, decode, encode
 from ds_trainer.training.stopping.signals import SignalCounter
 from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
@@ -30,6 +29,8 @@ UNKNOWN_SAVE_SECONDS = 30.0
 _STEPS_AHEAD = 3  # steps between a request and the stop: the vote is read a step later
 _SAVE_MARGIN = 1.5  # the next save may take longer than the longest so far
 _STEP_HISTORY = 16  # step durations that are kept
+SECONDS_BETWEEN = 0.25
+"""Seconds between two votes."""
 
 
 def launcher_restarts(environment: Mapping[str, str]) -> bool:
@@ -107,7 +108,7 @@ class StopController:
         self.save_seconds: float | None = None
         self._margin = margin
         self._signals = SignalCounter()
-        self._vote = vote.StopVote(votes)
+        self._vote = StopVote(votes)
         self._rank = distributed.rank()
         self._files = {"stop file": (output_dir / STOP_FILE, STOPPED)} if self._rank == 0 else {}
         if self._rank == 0 and (named := os.environ.get(JOB_STOP_FILE)):
@@ -203,7 +204,7 @@ class StopController:
                 if path.exists():
                     # The time of the next look stays, because this boundary may only read a vote.
                     return StopRequest(code, reason, self._rank, hurry)
-            self._next_look = self._last + vote.SECONDS_BETWEEN
+            self._next_look = self._last + SECONDS_BETWEEN
         if self._signals.requests:
             return StopRequest(REQUEUE, self._signals.name, self._rank, hurry)
         if self._end is not None and self._end.at is not None and time.time() + self._needed() >= self._end.at:
@@ -215,3 +216,65 @@ class StopController:
         step = max(self._durations, default=0.0)
         save = UNKNOWN_SAVE_SECONDS if self.save_seconds is None else self.save_seconds
         return _STEPS_AHEAD * step + _SAVE_MARGIN * save + self._margin
+
+
+# At a step boundary each rank puts its request into a vote that runs during the next step. The result is read at the
+# boundary after that step. Votes use the host only (utils/host_votes.py). They are a fraction of a second apart. Ranks
+# also vote on the step of the next vote, because their clocks differ and their step counts do not.
+
+
+class StopVote:
+    """The votes of one training.
+
+    Args:
+        votes: how all ranks vote; None for one process.
+    """
+
+    def __init__(self, votes: HostVotes | None) -> None:
+        self._votes = votes
+        self._pending: Callable[[], list[int]] | None = None
+        self._next = 0
+        self._paced = True  # whether the vote in progress was begun with the current step duration
+
+    def is_due(self, step: int) -> bool:
+        """Whether ranks begin or read a vote at this boundary."""
+        return self._pending is not None or step >= self._next
+
+    def now(self, request: StopRequest | None) -> StopRequest | None:
+        """Vote and wait for the other ranks. Collective."""
+        return request if self._votes is None else decode(self._votes.begin(encode(request))())
+
+    def at(self, step: int, request: StopRequest | None, step_seconds: Callable[[], float]) -> StopRequest | None:
+        """At a step boundary, return the result of the vote in progress, and begin another if it is due. Collective.
+
+        Args:
+            step: number of boundaries so far; the same on all ranks, and never decreases.
+            request: the request of this rank.
+            step_seconds: returns the duration of a step; called if a vote begins.
+        """
+        if self._votes is None:
+            return request
+        if self._pending is not None:
+            agreed = self.finish()
+            if agreed is not None:
+                return agreed
+        if step >= self._next:
+            self._paced = True
+            seconds = step_seconds()
+            wait = max(1, int(SECONDS_BETWEEN / seconds)) if seconds > 0 else 1
+            self._pending = self._votes.begin([*encode(request), wait])
+            self._asked_at = step
+        return None
+
+    def change_pace(self) -> None:
+        """Steps will have another duration: vote at the next one. All ranks must call this at the same boundary."""
+        self._next, self._paced = 0, False
+
+    def finish(self) -> StopRequest | None:
+        """Wait for the vote in progress, if there is one, and return its result."""
+        if self._pending is None:
+            return None
+        result, self._pending = self._pending, None
+        *request, wait = result()
+        self._next = self._asked_at + (wait if self._paced else 0)
+        return decode(request)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_trainer.engine.zero3 import module_paths
-from ds_trainer.engine.zero3.module_paths import ModulePaths
+from ds_trainer.engine.zero3 import module_guard
+from ds_trainer.engine.zero3.module_guard import ModulePaths
 
 
 def walk(paths: ModulePaths, events: str, kind: str = "training") -> list[int]:
@@ -44,7 +44,7 @@ def test_evaluation_has_its_own_tree_of_module_paths() -> None:
 
 
 def test_the_stored_module_paths_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_paths, "LONGEST", 5)
+    monkeypatch.setattr(module_guard, "LONGEST", 5)
     paths = ModulePaths()
     walk(paths, "abc")
     walk(paths, "xyz")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load as load_weights
 
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
-from ds_trainer.training.hub import staging
+from ds_trainer.training.hub import uploads
 from tests.support.hub_server import HubServer
 from tests.support.pool import RankFailure, pool
 from tests.training.hub.support import NAME
@@ -92,4 +92,4 @@ def test_a_run_killed_during_a_push(
         assert folders == {"checkpoint": {"last-checkpoint"}, "all_checkpoints": set(SAVED)}.get(strategy, set())
         if strategy == "checkpoint":
             assert json.loads(hub.files(NAME)["last-checkpoint/manifest.json"])["step"] == 4
-        assert not (tmp_path / "run" / staging.FOLDER).exists()
+        assert not (tmp_path / "run" / uploads.FOLDER).exists()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load as load_weights
 
 from ds_trainer import TrainerCallback
-from ds_trainer.training.hub import staging, uploads
+from ds_trainer.training.hub import uploads
 from ds_trainer.training.hub.client import HubError
 from ds_trainer.utils.errors import ConfigError
 from tests.support.hub_server import TOKEN, HubServer
@@ -58,7 +58,7 @@ def test_each_hub_strategy_pushes_its_files(hub: HubServer, tmp_path: Path, stra
             assert {f"{folder}/{name}" for name in CHECKPOINT} <= nested
     local = (tmp_path / "run" / "model.safetensors").read_bytes()
     assert files["model.safetensors"] == local
-    assert not (tmp_path / "run" / staging.FOLDER).exists()
+    assert not (tmp_path / "run" / uploads.FOLDER).exists()
 
 
 def test_commits_of_epoch_saves_name_the_epoch(hub: HubServer, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_permanent_errors_end_the_retries(hub: HubServer, tmp_path: Path) -> Non
     with pytest.raises(HubError, match="502"):
         trainer.push_to_hub()
     assert sum("/commit/" in request for request in hub.requests) == 3
-    assert not (tmp_path / "run" / staging.FOLDER).exists()
+    assert not (tmp_path / "run" / uploads.FOLDER).exists()
 
 
 def test_a_process_waits_for_its_push_before_it_exits(hub: HubServer, tmp_path: Path) -> None:
@@ -293,9 +293,9 @@ def test_a_process_waits_for_its_push_before_it_exits(hub: HubServer, tmp_path: 
     (tmp_path / "out" / "weights.bin").write_bytes(os.urandom(5000))
     script = (
         "import sys; from pathlib import Path\n"
-        "from ds_trainer.training.hub.repository import Repository\n"
+        "from ds_trainer.training.hub.client import Repository\n"
         "from ds_trainer.training.hub.uploads import Commit, Uploads\n"
-        "from ds_trainer.training.hub.staging import stage_model\n"
+        "from ds_trainer.training.hub.publisher import stage_model\n"
         "out = Path(sys.argv[1]); uploads = Uploads(out)\n"
         "prepare = lambda staged: [Commit(stage_model(out, staged / 'm'), 'last words')]\n"
         "uploads.begin(prepare, Repository('run'), None)\n"
@@ -317,19 +317,19 @@ def test_files_that_are_never_modified_in_place_are_linked(tmp_path: Path) -> No
     for name in ("model.safetensors", "config.json", "checkpoint-3/state.pt", ".hidden", "_private/x"):
         (source / name).write_text(name)
     (source / "latest").symlink_to(source)
-    staging.stage_model(source, target)
+    uploads.stage_model(source, target)
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
     assert os.path.samefile(target / "model.safetensors", source / "model.safetensors")
     assert not os.path.samefile(target / "config.json", source / "config.json")
-    staged = staging.stage_checkpoint(source / "checkpoint-3", tmp_path / "whole")
+    staged = uploads.stage_checkpoint(source / "checkpoint-3", tmp_path / "whole")
     assert os.path.samefile(staged / "state.pt", source / "checkpoint-3" / "state.pt")
 
 
 def test_files_staged_by_a_killed_process_are_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / staging.FOLDER / "0" / "model"
+    leftover = tmp_path / uploads.FOLDER / "0" / "model"
     leftover.mkdir(parents=True)
     uploads.Uploads(tmp_path)
-    assert not (tmp_path / staging.FOLDER).exists()
+    assert not (tmp_path / uploads.FOLDER).exists()
 
 
 def _heard(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.training.hub.client import HubError
-from ds_trainer.training.hub.repository import repository_name
+from ds_trainer.training.hub.client import HubError, repository_name
 from ds_trainer.utils.errors import ConfigError
 from tests.support.hub_server import ORGANIZATION, READER, TOKEN, HubServer
 from tests.training.hub.support import make_trainer

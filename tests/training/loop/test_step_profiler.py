@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.training.stopping import vote
+from ds_trainer.training.stopping import stop_controller
 from ds_trainer.utils.errors import ConfigError
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
@@ -130,14 +130,14 @@ def ended_early(output_dir: str, how: str) -> tuple[str, bool, str]:
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     logging.getLogger("ds_trainer").addHandler(handler)
-    vote.SECONDS_BETWEEN = 0.0  # steps are too quick to wait for some of them
+    stop_controller.SECONDS_BETWEEN = 0.0  # steps are too quick to wait for some of them
     try:
         trainer.train()
         ended = "done"
     except (SystemExit, ValueError) as error:
         ended = type(error).__name__
     finally:
-        vote.SECONDS_BETWEEN = 0.25
+        stop_controller.SECONDS_BETWEEN = 0.25
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         logging.getLogger("ds_trainer").removeHandler(handler)
     on = torch.autograd._profiler_enabled()

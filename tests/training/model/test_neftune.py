@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
-from ds_trainer.training.model.neftune import noisy_embeddings
+from ds_trainer.training.model.preparation import noisy_embeddings
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import relative
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama

@@ -16,7 +16,7 @@ from torch import nn
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.checkpoint.protocol.retention import bytes_on_disk
 from ds_trainer.checkpoint.weights.checkpoint_size import CheckpointSize
-from ds_trainer.training.resume import checkpoint_size_notice as save_size
+from ds_trainer.training.resume import checkpoint_model as save_size
 from ds_trainer.training.resume import checkpointer as checkpoints
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool

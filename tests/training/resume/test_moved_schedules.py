@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from ds_trainer.training.resume.moved_schedule import move_schedule
+from ds_trainer.training.resume.changed_arguments import move_schedule
 
 RATE = 0.5
 

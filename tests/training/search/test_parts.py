@@ -16,10 +16,10 @@ from ds_trainer import (
     default_hp_space_optuna,
     default_hp_space_wandb,
 )
-from ds_trainer.training.search.apply import arguments_of
 from ds_trainer.training.search.backend import find_backend, register_backend
 from ds_trainer.training.search.objective import checked_objective
 from ds_trainer.training.search.trial import SearchError, SearchTrial, as_trial
+from ds_trainer.training.search.trial_runner import arguments_of
 
 SPEED = {"eval_runtime": 2.0, "eval_samples_per_second": 50.0, "eval_steps_per_second": 5.0, "epoch": 3.0}
 OWN_METRICS = {

@@ -22,7 +22,7 @@ import pytest
 
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import Manifest
-from ds_trainer.training.stopping import vote
+from ds_trainer.training.stopping import stop_controller
 from ds_trainer.training.stopping.stop_controller import JOB_STOP_FILE, TrainingStopped
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_votes import GroupVotes
@@ -35,7 +35,7 @@ STEPS = 8
 
 def stopped(output_dir: str, at: int, action: Callable[[], None], rank: int = 1, **more: Any) -> tuple[Any, ...]:
     """Train until a stop is requested; returns the exit code, step, reason, callback events and the record."""
-    vote.SECONDS_BETWEEN = 0.0  # steps are too quick to wait for some of them
+    stop_controller.SECONDS_BETWEEN = 0.0  # steps are too quick to wait for some of them
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
     callback = ActAtStep(at, action, rank)
     trainer = make(output_dir, callbacks=[callback], **more)
@@ -46,7 +46,7 @@ def stopped(output_dir: str, at: int, action: Callable[[], None], rank: int = 1,
         return stop.code, stop.step, stop.reason, callback.events, run_record(trainer, batches)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        vote.SECONDS_BETWEEN = 0.25
+        stop_controller.SECONDS_BETWEEN = 0.25
     return 0, trainer.state.global_step, "", callback.events, run_record(trainer, batches)
 
 
@@ -297,7 +297,7 @@ def test_ranks_vote_only_at_intervals() -> None:
 
 
 def votes_of_a_run() -> int:
-    ballot = vote.StopVote(GroupVotes(distributed.dist.group.WORLD))
+    ballot = stop_controller.StopVote(GroupVotes(distributed.dist.group.WORLD))
     ballot.now(None)
     votes = 0
     for step in range(1, 1001):

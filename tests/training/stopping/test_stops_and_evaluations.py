@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer
-from ds_trainer.training.stopping import vote
+from ds_trainer.training.stopping import stop_controller
 from ds_trainer.training.stopping.request import StopRequest
 from ds_trainer.training.stopping.stop_controller import StopController, TrainingStopped
 from ds_trainer.utils import distributed
@@ -76,7 +76,7 @@ class DrawsAtRandom(Trainer):
 
 def within_evaluation(output_dir: str, step: int, after: int, stops: bool, resumes: bool, **more: Any) -> Any:
     """What became of a run whose evaluation of ``step`` is interrupted: its end, micro-steps done then, messages."""
-    vote.SECONDS_BETWEEN = 0.0
+    stop_controller.SECONDS_BETWEEN = 0.0
     rank = distributed.rank()
     action = partial(send, signal.SIGUSR1) if stops and rank == distributed.world_size() - 1 else lambda: None
     callback = InRound(step, action, after)
@@ -97,7 +97,7 @@ def within_evaluation(output_dir: str, step: int, after: int, stops: bool, resum
         return stop.code, stop.step, callback.micro_steps, callback.events, run_record(trainer, batches)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        vote.SECONDS_BETWEEN = 0.25
+        stop_controller.SECONDS_BETWEEN = 0.25
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     of_time = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     losses = [{name: value for name, value in entry.items() if name not in of_time} for entry in evaluations]
@@ -149,7 +149,7 @@ def test_a_run_ended_by_a_callback_is_not_resumed(tmp_path: Path) -> None:
 
 
 def evaluating(output_dir: str, stops: bool, **more: Any) -> Any:
-    vote.SECONDS_BETWEEN = 0.0
+    stop_controller.SECONDS_BETWEEN = 0.0
     callback = ActAtStep(3, partial(send, signal.SIGUSR1) if stops else lambda: None)
     trainer_class: Any = partial(Trainer, eval_dataset=Tokens())
     trainer = make(output_dir, callbacks=[callback], auto_resume=True, trainer_class=trainer_class, **more)
@@ -170,7 +170,7 @@ def test_evaluation_micro_steps_have_their_own_vote_interval() -> None:
 
 def boundaries_until_agreed(paced: bool) -> int | None:
     """How many boundaries pass until all ranks agree on a request made at the first; None for more than 20."""
-    ballot = vote.StopVote(GroupVotes(distributed.dist.group.WORLD))
+    ballot = stop_controller.StopVote(GroupVotes(distributed.dist.group.WORLD))
     ballot.now(None)
     for step in (1, 2):
         ballot.at(step, None, lambda: 0.001)
@@ -204,7 +204,7 @@ def boundaries_until_file_is_seen(output_dir: str) -> int | None:
         for boundary in range(1, 25):
             if boundary == 4 and distributed.rank() == 0:
                 (Path(output_dir) / "STOP").touch()
-            clock[0] += vote.SECONDS_BETWEEN / 2
+            clock[0] += stop_controller.SECONDS_BETWEEN / 2
             if stopper.after_step():
                 found = boundary - 4
                 break

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ds_trainer.training.stopping import vote
+from ds_trainer.training.stopping import stop_controller
 from ds_trainer.training.stopping.request import StopRequest, decode, encode
-from ds_trainer.training.stopping.vote import StopVote
+from ds_trainer.training.stopping.stop_controller import StopVote
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
 
 STOP_REQUESTS = [
@@ -68,7 +68,7 @@ def run(ballot: StopVote, steps: range, seconds: float) -> list[int]:
 
 def test_votes_are_a_quarter_of_a_second_apart() -> None:
     votes = Votes()
-    found = run(StopVote(votes), range(1, 31), vote.SECONDS_BETWEEN / 10)
+    found = run(StopVote(votes), range(1, 31), stop_controller.SECONDS_BETWEEN / 10)
     assert found == [1, 2, 11, 12, 21, 22]
     assert votes.begun == [[0, 0, 0, 10]] * 3
 
@@ -76,10 +76,10 @@ def test_votes_are_a_quarter_of_a_second_apart() -> None:
 def test_the_slowest_rank_sets_the_vote_interval() -> None:
     votes = Votes()
     votes.others = [0, 0, 0, 15]
-    assert run(StopVote(votes), range(1, 20), vote.SECONDS_BETWEEN / 10) == [1, 2, 16, 17]
+    assert run(StopVote(votes), range(1, 20), stop_controller.SECONDS_BETWEEN / 10) == [1, 2, 16, 17]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0, vote.SECONDS_BETWEEN])
+@pytest.mark.parametrize("seconds", [0.0, 1.0, stop_controller.SECONDS_BETWEEN])
 def test_long_steps_vote_every_time(seconds: float) -> None:
     assert run(StopVote(Votes()), range(1, 6), seconds) == [1, 2, 3, 4, 5]
 
@@ -87,11 +87,11 @@ def test_long_steps_vote_every_time(seconds: float) -> None:
 def test_a_changed_step_time_is_voted_on_at_once() -> None:
     votes = Votes()
     ballot = StopVote(votes)
-    assert run(ballot, range(1, 6), vote.SECONDS_BETWEEN / 100) == [1, 2]
+    assert run(ballot, range(1, 6), stop_controller.SECONDS_BETWEEN / 100) == [1, 2]
     ballot.change_pace()
-    assert run(ballot, range(6, 9), vote.SECONDS_BETWEEN) == [6, 7, 8]
+    assert run(ballot, range(6, 9), stop_controller.SECONDS_BETWEEN) == [6, 7, 8]
     ballot = StopVote(Votes())
-    ballot.at(1, None, lambda: vote.SECONDS_BETWEEN / 100)
+    ballot.at(1, None, lambda: stop_controller.SECONDS_BETWEEN / 100)
     ballot.change_pace()  # while a vote is under way that has the old pace
     assert ballot.finish() is None
     assert ballot.is_due(2)
