@@ -80,13 +80,14 @@ def test_without_baselines_there_is_no_verdict() -> None:
 def test_report_text() -> None:
     results = {
         "steps": 1200,
+        "epochs": 1.5,
         "seconds": {"prepare": 1.0, "train": 300.4, "evaluate": 9.6, "save": 4.5, "other": 4.5, "total": 320.0},
         "sample": {"prompt": "def ", "text": "f(x):"},
         "output_dir": "runs/x",
     }
     text = report_text(results, evaluation(1.2, gzip=1.9, xz=1.6))
     parts = "setup 1.00 s, training 5 min 00 s, evaluation 9.60 s, saving 4.50 s, other 4.50 s"
-    assert f"Finished 1,200 steps in 5 min 20 s ({parts})." in text
+    assert f"Finished 1,200 steps, 1.50 epochs, in 5 min 20 s ({parts})." in text
     assert "\ndef f(x):\n" in text
     assert "gzip -9      1.900 bits per byte" in text
     assert text.endswith("results.json are in runs/x")
