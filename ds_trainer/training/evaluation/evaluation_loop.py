@@ -203,7 +203,9 @@ class EvalLoop:
 
         more = partial(two_samples, self.loader, rule.count)
         replica = self.assembly.layout.coordinates(distributed.rank()).dp
-        found = measured_weighting(loss_of, model, inputs, rule.count, trainer, replica, more)
+        found = measured_weighting(
+            loss_of=loss_of, model=model, batch=inputs, items=rule.count, owner=trainer, replica=replica, more=more
+        )
         losses.sources.take()  # of no batch
         if found.settled:
             rule.evaluation = found

@@ -104,7 +104,17 @@ class FirstLoss:
         ids = losses.sources.ids
         more_samples = more if plain and not losses.packed else None
         replica, owner = self._layout.coordinates(distributed.rank()).dp, owner_of(self._method.call)
-        found = measured_weighting(loss_of, model, inputs, rule.count, owner, replica, more_samples, True, rule.kept)
+        found = measured_weighting(
+            loss_of=loss_of,
+            model=model,
+            batch=inputs,
+            items=rule.count,
+            owner=owner,
+            replica=replica,
+            more=more_samples,
+            training=True,
+            kept=rule.kept,
+        )
         losses.sources.ids = ids
         return found
 

@@ -81,7 +81,17 @@ def measured_weighting(
                 break
         fails = found is not None and not found.fits and found.among_ranks is None
         if fails and (pairs := _pairs(batch, items)) is not None:
-            of_pairs = _run(LossPasses(loss_of, model, pairs, units, training, replica, PAIRS))
+            of_pairs = _run(
+                LossPasses(
+                    loss_of=loss_of,
+                    model=model,
+                    whole=pairs,
+                    units=units,
+                    training=training,
+                    replica=replica,
+                    splits=PAIRS,
+                )
+            )
             if of_pairs.fits[:1] not in ([], [len(units)]) or of_pairs.among_ranks is not None:
                 found = of_pairs
     verdict = _verdict(type(base_model(model)).__name__, found, units, items, reason, before)

@@ -140,7 +140,7 @@ def wrongly_trained(name: str, output_dir: str) -> tuple[float, float, float]:
     from ds_trainer.training.loop import first_loss
 
     real = first_loss.measured_weighting
-    first_loss.measured_weighting = lambda loss_of, model, batch, items, *more: Weighting(items, settled=True)
+    first_loss.measured_weighting = lambda loss_of, model, batch, items, **more: Weighting(items, settled=True)
     try:
         return trained(name, output_dir, 3, 2, 0)[:3]
     finally:
