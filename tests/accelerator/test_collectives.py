@@ -208,6 +208,9 @@ def ragged() -> dict[str, Any]:
         found["dummy"] = ours.gather_for_metrics(rows).flatten().tolist()
         found["dummy scalar"] = ours.gather_for_metrics(torch.tensor(rank + 5)).tolist()
         found["dummy objects"] = ours.gather_for_metrics([rank])
+        found["gathered in a batch"] = ours.gather(rows).flatten().tolist()
+    with ours.batch({"x": rows}):
+        found["gathered, ragged"] = [t.flatten().tolist() for t in ours.gather((rows, rows[:1] + 1))]
     found["afterwards"] = ours.gather_for_metrics(torch.tensor(rank + 5)).tolist()
     return found
 
@@ -225,6 +228,8 @@ def test_metrics_are_gathered_exactly() -> None:
             "dummy": [0, 1, 2],
             "dummy scalar": [5],
             "dummy objects": [0],
+            "gathered in a batch": [0, 1, 2],
+            "gathered, ragged": [[0, 1, 2, 10], [1, 11]],
             "afterwards": [5, 6],
         }
 
