@@ -27,6 +27,19 @@ they use the count. Made by `tools/loss_table.py`; `tests/training/loop/test_mea
 | field | model or loss function | the loss is a mean over |
 |---|---|---|
 """
+_TAIL = """
+## Losses of sentence-transformers
+
+Measured with a small encoder and six samples.
+
+| loss | the loss is a mean over |
+|---|---|
+| CosineSimilarityLoss, TripletLoss, ContrastiveLoss, MegaBatchMarginLoss, MarginMSELoss, MSELoss | items |
+| OnlineContrastiveLoss | nothing: it is a sum |
+| MultipleNegativesRankingLoss (also symmetric), CoSENTLoss, AnglELoss | **not additive** |
+| BatchAllTripletLoss, BatchHardTripletLoss | **not additive** |
+| the first with `gather_across_devices`, on several ranks | **not additive**: depends on other ranks |
+"""
 _TEXTS = {"sum": "nothing: it is a sum", "not additive": "**not additive**"}
 
 
@@ -36,7 +49,7 @@ def page() -> str:
     from tests.support.loss_models import CASES
 
     rows = [f"| {case.field} | {case.name} | {_TEXTS.get(case.unit, case.unit)} |" for case in CASES]
-    return _HEAD + "\n".join(sorted(rows, key=lambda row: row.split("|")[1])) + "\n"
+    return _HEAD + "\n".join(sorted(rows, key=lambda row: row.split("|")[1])) + "\n" + _TAIL
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def _verdict(
         places = {units.index(items): "labels" if _has_tokens(found.whole, items) else "samples", total: "sum"}
         places = {units.index(SAMPLES): "samples", **places}
         # To add up what is no sum multiplies the gradient, so it must be far nearer.
-        nearest = min(places, key=lambda index: found.residuals[index] * (5 if index == total else 1))
+        nearest = min(places, key=lambda index: found.residuals[index] * (20 if index == total else 1))
         how = "these are added up" if nearest == total else f"these are weighted by their {places[nearest]}"
         warn(_NOT_ADDITIVE, name, found.numbers(), how)
         if nearest == total:
