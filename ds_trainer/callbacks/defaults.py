@@ -13,6 +13,7 @@ from ds_trainer.callbacks.protocol import TrainerCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.step_line import phrases, step_line
+from ds_trainer.utils.printable import say
 from ds_trainer.utils.units import human_duration
 
 # Short enough to leave the bar some width on 80 columns: all other values are in the lines above it.
@@ -95,7 +96,7 @@ class PrinterCallback(_LogPrinter):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Show the logs."""
         if state.is_local_process_zero and logs:
-            print(self._line(logs, state), flush=True)
+            say(self._line(logs, state))
 
 
 class ProgressCallback(_LogPrinter):
@@ -138,8 +139,7 @@ class ProgressCallback(_LogPrinter):
         losses = {name: logs[name] for name in LOSSES if name in logs}
         if self.training_bar is not None and losses:
             self.training_bar.set_postfix_str("".join(phrases(losses)), refresh=False)
-        tqdm.write(self._line(logs, state, self.max_str_len))
-        sys.stdout.flush()  # into a pipe or a file, lines would wait for a full buffer
+        say(self._line(logs, state, self.max_str_len), tqdm.write)
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any

@@ -14,6 +14,7 @@ from torch import nn
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.placement import loading_weights
+from ds_trainer.engine.loading.transformers_zero3 import end_registrations
 from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
 from ds_trainer.engine.tensor_parallel.repairs import skip_input_check
@@ -76,6 +77,8 @@ class EvaluationEngine:
         self.deepspeed: DeepSpeedEngine
         spare_host_time()
         self._zero3 = Zero3Parts(model) if config.zero_stage == 3 else None
+        if self._zero3 is None:
+            end_registrations()
         with complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         follow_modes(self.deepspeed)

@@ -48,7 +48,8 @@ def used_in_backward(parameters: Sequence[torch.nn.Parameter]) -> int:
     if not trained:
         return 0
     with torch.enable_grad():
-        nodes = {node for node, _ in _Neighbors.apply(*trained).grad_fn.next_functions}
+        joined = _Neighbors.apply(*trained)  # torch 2.12 frees its node with it
+    nodes = {node for node, _ in joined.grad_fn.next_functions}
     return sum(map(torch._C._will_engine_execute_node, nodes))
 
 

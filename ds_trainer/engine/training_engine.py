@@ -32,6 +32,7 @@ from ds_trainer.engine.gradient_partitions import own_gradient_partition
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
+from ds_trainer.engine.loading.transformers_zero3 import end_registrations
 from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.muon_compilation import compile_muon_when_called
 from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
@@ -138,6 +139,8 @@ class TrainingEngine:
             from ds_trainer.engine.zero3.parts import Zero3Parts
 
             self._zero3 = Zero3Parts(model)
+        else:
+            end_registrations()
         reset_autocast(model)
         compile_muon_when_called()
         spare_host_time()

@@ -38,6 +38,7 @@ from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.stopping.stop_controller import EvaluationAborted, StopController
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.printable import say
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
 _EMPTY_DATA = (
@@ -356,7 +357,7 @@ class TrainLoop:
             self._profiler.finish()
         stopped = self._stop.stopped(self._events.state.global_step, self._checkpointer.newest())
         if self._run.is_main_process:
-            print(str(stopped), flush=True)
+            say(str(stopped))
         distributed.barrier()  # after the first rank exits, a launcher ends the others
         raise stopped
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def main_with_cache(options: list[str], cache: str) -> int:
         return main(options)
 
 
-def test_calibrate_keeps_the_ratio_of_the_run(tmp_path: Path) -> None:
+def test_calibrate_keeps_nothing_on_cpus(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A run that the planner learns from. " * 200)
     values = {
         "data.train": f"[{tmp_path}/*.txt]",
@@ -48,5 +47,4 @@ def test_calibrate_keeps_the_ratio_of_the_run(tmp_path: Path) -> None:
     }
     options = ["train", RECIPE, "--calibrate", *(f"--{key}={value}" for key, value in values.items())]
     assert pool(1).run(partial(main_with_cache, options, str(tmp_path / "cache"))) == [0]
-    kept = json.loads((tmp_path / "cache" / "ds_trainer" / "calibration.json").read_text())
-    assert "llama" in json.dumps(kept)
+    assert not (tmp_path / "cache" / "ds_trainer" / "calibration.json").exists()

@@ -37,12 +37,8 @@ _FP16 = {"fp16": True, "zero_stage": 3, "device": "cuda"}
 _EXPERTS = {"deepspeed": {"expert_parallel": {"enabled": True}}, "environment": Environment(version=lambda _: "5.22.1")}
 _STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
-_ZENFLOW: dict[str, Any] = {
-    "zero_stage": 3,
-    "offload_optimizer": "cpu",
-    "device": "cuda",
-    "deepspeed": zero(zenflow={"topk_ratio": 0.1}),
-}
+_ZENFLOW: dict[str, Any] = {"zero_stage": 3, "offload_optimizer": "cpu", "device": "cuda"}
+_ZENFLOW["deepspeed"] = zero(zenflow={"topk_ratio": 0.1})
 
 EXAMPLES: dict[str, Example] = {
     **{

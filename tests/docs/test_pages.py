@@ -16,6 +16,7 @@ import yaml
 
 import ds_trainer
 from ds_trainer import Seq2SeqTrainingArguments
+from tests.support.transformers_version import needs_the_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -78,6 +79,7 @@ def test_arguments_that_pages_name_exist(page: str) -> None:
     assert named - FIELDS - outside - launchers - environment == set()
 
 
+@needs_the_reference
 def test_every_argument_of_transformers_is_here_with_its_default() -> None:
     """What the migration page says."""
     from transformers import TrainingArguments

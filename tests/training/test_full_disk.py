@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,18 @@ class Told(logging.Handler):
                 stream.write(record.getMessage())
 
 
+class Waits(TrainerCallback):
+    """Waits after a step for what the watchdog says, for less than its limit."""
+
+    def __init__(self, after: int, done: Callable[[], bool]) -> None:
+        self._after, self._done = after, done
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        deadline = time.monotonic() + 1.5
+        while state.global_step == self._after and not self._done() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
 def hung(disk: str, told: str, policy: str) -> int:
     """A training of two ranks on a full disk, in which rank 1 stands still until the hang has been told."""
 
@@ -201,7 +214,10 @@ def hung(disk: str, told: str, policy: str) -> int:
     kind = type("Stopping", (hung_runs.Stops,), {"faulty": 1, "stands_still": staticmethod(stands_still)})
     args = hung_runs.arguments(f"{disk}/out", hang_policy=policy)
     full = Fill(Path(disk), hung_runs.STEP - 1)
-    trainer = kind(tiny_llama(), args, train_dataset=RaggedTokens(96), callbacks=[full])
+    told_again = Waits(
+        hung_runs.STEP + 1, lambda: policy == "abort" or "again" in Path(told).read_text(encoding="utf-8")
+    )
+    trainer = kind(tiny_llama(), args, train_dataset=RaggedTokens(96), callbacks=[full, told_again])
     trainer.train()
     trainer.engine.close()
     return int(trainer.state.global_step)

@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[2]
 
 def connections(with_store: bool = False) -> int:
     """Established TCP connections of this process; those to the rendezvous store only on request."""
-    store = int(os.environ["MASTER_PORT"])
-    found = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+    store, process = int(os.environ["MASTER_PORT"]), psutil.Process()
+    tcp = process.net_connections if hasattr(process, "net_connections") else process.connections  # psutil 5
+    found = [one for one in tcp("tcp") if one.status == psutil.CONN_ESTABLISHED]
     return sum(with_store or store not in (one.laddr.port, one.raddr.port) for one in found)
 
 

@@ -58,6 +58,18 @@ class Zero3Registration:
         self._open = False
 
 
+def end_registrations() -> None:
+    """A new engine does not shard its model: end what earlier engines, which nothing has closed yet, have registered.
+
+    Libraries ask transformers, and would gather weights that are whole.
+    """
+    library: Any = sys.modules.get(_MODULE)
+    reference = getattr(library, "_hf_deepspeed_config_weak_ref", None)
+    while reference is not None and isinstance(registered := reference(), Zero3Registration):
+        reference = library._hf_deepspeed_config_weak_ref = registered._previous
+        registered.close()
+
+
 @contextmanager
 def independent_ranks() -> Iterator[None]:
     """Inside, ``generate`` does not wait for other ranks after every token: each rank holds all weights."""

@@ -12,7 +12,7 @@ from ds_trainer.training.loop.token_counter import batch_flops
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.plain_attributes import only_looks
-from ds_trainer.utils.printable import shown
+from ds_trainer.utils.printable import say, shown
 
 
 class LoggingMethods(TrainerBase):
@@ -63,7 +63,7 @@ class LoggingMethods(TrainerBase):
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print ``metrics`` as a table (main process); ``split`` is its name: train, eval, test."""
         if self.is_world_process_zero():
-            print(shown(metrics_table(split, metrics)), flush=True)
+            say(shown(metrics_table(split, metrics)))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write ``metrics`` to ``<split>_results.json`` in the output directory (main process).

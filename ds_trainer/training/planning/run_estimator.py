@@ -20,6 +20,7 @@ from ds_trainer.training.startup.configuration import TrainerInputs
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.printable import say
 from ds_trainer.utils.units import human_bytes
 
 logger = get_logger(__name__)
@@ -134,7 +135,9 @@ class RunEstimator:
     def _record(self, estimate: RunEstimate, found: dict[str, float]) -> None:
         """Keep the ratios of the run, uncorrected, for later predictions."""
         if "step_seconds_error" not in found or estimate.devices is None:
-            logger.warning("calibrate_planner=True, but the time of this run could not be predicted and measured.")
+            logger.warning(
+                "calibrate_planner=True: nothing was kept, as no step time is predicted here (on CPUs none is)."
+            )
             return
         before = estimate.calibration or Calibration(1.0)
         time = before.step_seconds * found["measured_step_seconds"] / found["predicted_step_seconds"]
@@ -160,4 +163,4 @@ class RunEstimator:
         """Print :meth:`comparison` on the main process."""
         text = self.comparison()
         if is_main_process and text is not None:
-            print(f"ds_trainer: {text}", flush=True)
+            say(f"ds_trainer: {text}")

@@ -49,7 +49,7 @@ from ds_trainer.training.resume.resumption import (
 )
 from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.utils.logging import get_logger
-from ds_trainer.utils.printable import shown
+from ds_trainer.utils.printable import say, shown
 from ds_trainer.utils.units import parse_size
 
 logger = get_logger(__name__)
@@ -393,4 +393,4 @@ class Checkpointer:
 
     def _print(self, text: str) -> None:
         if self._run.is_main_process:
-            print(shown(text), flush=True)
+            say(shown(text))

@@ -13,6 +13,7 @@ from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.training.loop.token_counter import device_name, number_format, peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.telemetry import Telemetry
+from ds_trainer.utils.printable import say
 from ds_trainer.utils.replaced_transformers import is_replaced
 
 
@@ -40,7 +41,7 @@ def print_header(
             resumed_from=resumed_from,
             estimate=estimate,
         )
-        print(header_text(summary), flush=True)
+        say(header_text(summary))
         telemetry.recorder.begin(summary, prediction, run)
 
 

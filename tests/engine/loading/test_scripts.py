@@ -126,3 +126,22 @@ def test_a_memory_mapped_model_takes_the_memory_of_one_shard(tmp_path: Path) -> 
         assert found["loaded"] < 0.1 * found["size"]
         assert found["copied"] > 0.9 * found["size"]  # the control: this is what a copy looks like
         assert found["sharded"] < 0.5 * found["size"] + 2 * found["largest"]
+
+
+def believed_by_the_next_run(output_dir: str) -> list[bool]:
+    """What transformers believes in a run without sharded weights, while an earlier Trainer is still there."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    found, trainers = [], []
+    for stage in (3, 1):
+        args = TrainingArguments(f"{output_dir}/{stage}", zero_stage=stage, **OPTIONS)
+        trainers.append(Trainer(tiny_llama(seed=5), args, train_dataset=RaggedTokens(16)))
+        trainers[-1].train()
+        found.append(is_deepspeed_zero3_enabled())
+    for trainer in reversed(trainers):
+        trainer.engine.close()
+    return [*found, is_deepspeed_zero3_enabled()]
+
+
+def test_the_newest_engine_says_whether_weights_are_sharded(tmp_path: Path) -> None:
+    assert pool(1).run(believed_by_the_next_run, str(tmp_path)) == [[True, False, False]]

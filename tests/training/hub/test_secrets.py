@@ -126,7 +126,7 @@ def test_no_secret_is_written_anywhere(hub: HubServer, tmp_path: Path) -> None:
     results = pool(2).run(run_on_rank, hub.url, str(tmp_path), str(log_file))
     assert [result["given"] for result in results] == [OF_COMET, OF_COMET]  # DeepSpeed gets the real one
     assert all(len(result["errors"]) == 2 and "401" in result["errors"][0] for result in results)
-    assert "Training in progress, step 4" in hub.messages() and hub.messages()[-1] == "End of training"
+    assert "Training in progress, step 4" in hub.messages() and "End of training" in hub.messages()
 
     logs = b"".join(path.read_bytes() for path in tmp_path.glob("said*"))
     for text in (b"huggingface_hub", b"httpcore", b"Send: curl", b"401", b"step 4/4", b'"project": "visible"'):

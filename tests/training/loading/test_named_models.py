@@ -85,8 +85,6 @@ def test_header_and_metrics_report_the_load(llama: str, tmp_path: Path, capsys: 
     assert f"; loaded from {llama}: 21 tensors, " in printed and " read in " in printed
     wanted = {"load_seconds", "load_bytes_read", "load_host_peak_bytes", "load_device_peak_bytes"}
     assert wanted <= metrics.keys() and wanted <= trainer.state.log_history[-1].keys()
-    last = printed.strip().splitlines()[-1]
-    assert f"load {human_bytes(metrics['load_bytes_read'])} read  load host peak " in last and "0000" not in last
     trainer.log_metrics("train", metrics)
     assert f"load_bytes_read = {human_bytes(metrics['load_bytes_read'])}" in " ".join(capsys.readouterr().out.split())
     second = trainer.train().metrics  # the model has its weights by now

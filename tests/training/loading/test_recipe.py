@@ -9,8 +9,8 @@ import pytest
 
 import ds_trainer
 from ds_trainer import ConfigError
+from ds_trainer.recipes.jobs import job_of
 from ds_trainer.recipes.language_model import language_model_config, tokenizer_of
-from ds_trainer.recipes.language_model_job import run
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.recipes.tokenizers import ByteTokenizer
 from tests.recipes.test_tokenizers import word_tokenizer
@@ -24,7 +24,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def finetune(argv: list[str]) -> dict[str, Any]:
-    return run(load_recipe(RECIPE, argv))
+    return job_of(load_recipe(RECIPE, argv)).run()
 
 
 def argv_for(base: object, text: Path, out: Path, **more: object) -> list[str]:

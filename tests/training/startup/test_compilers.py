@@ -44,7 +44,7 @@ class Kernels(ModuleType):
         found = tile.gather(1, columns.clamp(0, tile.shape[1] - 1)[:, None]).squeeze(1)
         at_target.copy_(torch.where(inside, found, at_target))
 
-    def gradient(self, tile: Any, columns: Any, lse: Any, share: Any, at_target: Any, _: Any, dtype: Any) -> Any:
+    def gradient(self, tile: Any, columns: Any, lse: Any, share: Any, at_target: Any, spread: Any, dtype: Any) -> Any:
         inside = (columns >= 0) & (columns < tile.shape[1])
         found = (tile - lse[:, None]).exp() * share[:, None]
         place = columns.clamp(0, tile.shape[1] - 1)[:, None]

@@ -160,4 +160,4 @@ def test_little_disk_space_is_reported_at_startup(
     assert startup_checks.check_machine(args, 0) == []
     (finding,) = startup_checks.check_machine(args, 2**60)
     assert finding.name == "disk of output_dir"
-    assert "At least 1048576 TiB are needed" in caplog.text
+    assert "At least 1152922 TB are needed" in caplog.text

@@ -60,9 +60,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     calls: list[int] = []
     original = documents_module._one_by_one
 
-    def one_by_one(*args: Any) -> torch.Tensor:
+    def one_by_one(*args: Any, **named: Any) -> torch.Tensor:
         calls.append(1)
-        return original(*args)
+        return original(*args, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(documents_module, "_one_by_one", one_by_one)
