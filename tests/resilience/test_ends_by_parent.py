@@ -66,8 +66,8 @@ SAID = {
     "launch": r"ds-trainer launch: rank (\d+) on \S+ (?:was killed|ended)",
 }
 SURVIVORS = r"rank (\d+) (?:failed with|on \S+ is gone)"
-OFTEN = [*(("launch", end) for end in ENDS), *(("torchrun", end) for end in ("error", "os._exit", "SIGKILL"))]
-OFTEN += [("deepspeed", "error"), ("deepspeed", "SIGSEGV")]
+OFTEN = [("launch", end) for end in ("error", "sys.exit", "memory of the job")]  # the others run with -m matrix
+OFTEN += [*(("torchrun", end) for end in ("error", "os._exit", "SIGKILL")), ("deepspeed", "error")]
 
 
 class EndsAt(TrainerCallback):
