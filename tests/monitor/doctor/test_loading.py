@@ -60,7 +60,7 @@ def test_doctor_load_command(
     answer = json.loads(capsys.readouterr().out)
     names = [finding["name"] for finding in answer["findings"]]
     assert names == ["read speed", "load on 1 rank", "load on 8 ranks", "load on 64 ranks"]
-    assert "GB/s (2 MB of" in answer["findings"][0]["message"]
+    assert "B/s (2 MB of" in answer["findings"][0]["message"]
     assert main(["doctor", "--load", str(directory)]) == 0
     assert "8 tensors in 2 files, 8" in capsys.readouterr().out
     rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -139,6 +139,7 @@ def test_a_model_without_repeated_blocks_is_compiled_whole_and_has_whole_logits(
     assert graphs > 0 and tiles == 0
 
 
+@pytest.mark.needs("g++")
 def test_inductor_is_the_default(tmp_path: Path) -> None:
     """The real compiler: C++ on the CPU."""
     ((wanted, _, _, _),) = pool(1).run(partial(regression, tmp_path))
