@@ -44,12 +44,14 @@ def use_all_memory() -> None:
 
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-ENDS: dict[str, tuple[Callable[[], Any], int, str]] = {  # how; the code of the job under launch; what says so
+# How; the code of the job under launch; what says so: launch itself where a rank leaves no error, since it may end the
+# other rank before that one has noticed.
+ENDS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "error": (lambda: fail(Breaks("broken")), FAILED, "rank 1 failed with Breaks: broken"),
     "sys.exit": (lambda: sys.exit(3), 3, "rank 1 failed with SystemExit: 3"),
-    "os._exit": (lambda: os._exit(3), 3, "rank 1 on {host} is gone without an error"),
-    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), 137, "rank 1 on {host} is gone without an error"),
-    "SIGSEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), 139, "rank 1 on {host} is gone without an error"),
+    "os._exit": (lambda: os._exit(3), 3, "rank 1 on {host} ended with exit code 3."),
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), 137, "rank 1 on {host} was killed by SIGKILL."),
+    "SIGSEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), 139, "rank 1 on {host} was killed by SIGSEGV."),
     "memory of the GPU": (lambda: fail(CUDA), FAILED, "rank 1 failed with OutOfMemory: Out of memory on rank 1"),
     "memory of the job": (use_all_memory, 137, "because memory was exhausted: the limit of its cgroup is 3.00 GB"),
     "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), REQUEUE, "by SIGTERM on rank 1: "),
@@ -61,13 +63,14 @@ COMMANDS = {
 }
 # What each parent says itself of the first rank that has failed.
 SAID = {
-    "deepspeed": r"--local_rank=(\d+).*exits with return code",
+    "deepspeed": r"--local_rank=(\d+)'\] exits with return code",
     "torchrun": r"Root Cause.*?rank\s+: (\d+)",
     "launch": r"ds-trainer launch: rank (\d+) on \S+ (?:was killed|ended)",
 }
 SURVIVORS = r"rank (\d+) (?:failed with|on \S+ is gone)"
-OFTEN = [("launch", end) for end in ("error", "sys.exit", "memory of the job")]  # the others run with -m matrix
-OFTEN += [*(("torchrun", end) for end in ("error", "os._exit", "SIGKILL")), ("deepspeed", "error")]
+# By default in the extended run; the others run with -m matrix.
+OFTEN = [("launch", end) for end in ("error", "os._exit", "SIGKILL", "memory of the job")]
+OFTEN += [("torchrun", "error"), ("torchrun", "SIGKILL"), ("deepspeed", "SIGSEGV")]
 
 
 class EndsAt(TrainerCallback):
