@@ -152,6 +152,12 @@ def rehearsed(path: str, ranks: int, device_type: str = "cpu", overrides: tuple[
         return str(error)
 
 
+def rehearsed_with_header(path: str, headers: str) -> DryRun | str:
+    """The same where libaio.h is found: asked for where states go to NVMe, but a rehearsal compiles nothing."""
+    os.environ["CPATH"] = headers
+    return rehearsed(path, 64, "cuda")
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_error_is_that_of_the_real_start(name: str, tmp_path: Path) -> None:
     mistake = MISTAKES[name]
@@ -232,11 +238,10 @@ def test_layouts_offload_and_precision_for_gpus(values: dict[str, Any], groups: 
     assert ("cpu_adam" in found.operators) == ("offload_optimizer" in values)
 
 
-def test_adapters_hpz_and_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_hpz_and_nvme(tmp_path: Path) -> None:
     headers = tmp_path / "headers"
     headers.mkdir()
-    (headers / "libaio.h").touch()  # asked for where states go to NVMe; a rehearsal compiles nothing
-    monkeypatch.setenv("CPATH", str(headers))
+    (headers / "libaio.h").touch()
     adapters = {"model.peft": {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}}
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     settings = {"arguments.deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8, **offload}}}
@@ -245,7 +250,7 @@ def test_adapters_hpz_and_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = in_a_fork(rehearsed, str(recipe(tmp_path, **common, **adapters)), 64, "cuda")
     assert isinstance(found, DryRun), found
     assert found.updated == 2 * 2 * -(-64 * 4 // 64)  # matrices of two layers
-    found = in_a_fork(rehearsed, str(recipe(tmp_path, **common, **settings)), 64, "cuda")
+    found = in_a_fork(rehearsed_with_header, str(recipe(tmp_path, **common, **settings)), str(headers))
     assert isinstance(found, DryRun), found
     assert found.groups == 3
     assert "NVMe" in found.not_rehearsed[0]
