@@ -37,7 +37,6 @@ DIFFERENCES: dict[str, str] = {
     "early_stopping/without_evaluations": _ERRORS,
     "evaluation/all_keys_of_the_result": _ADDED,
     "evaluation/loss_of_ragged_tokens": _MEAN,
-    "evaluation/the_model_is_in_training_mode_again": _MEASURED,
     "files/configuration_of_the_model": "The saved configuration has the model's own `use_cache`.",
     "files/names_of_a_checkpoint": "Sharded states for any layout, and a [manifest](../explanation/checkpoints.md).",
     "files/names_of_the_output_directory": "Files are added: the link `latest`; arguments are in each checkpoint.",
