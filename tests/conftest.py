@@ -17,8 +17,6 @@ from hypothesis import Phase, settings
 from ds_trainer.config.environment import Environment
 from tests.cluster.machines import Cluster, why_not
 from tests.support.chromium import browser
-from tests.support.extended import JOBS, NOTICING, OPERATORS_FIXTURE, is_beyond, is_extended
-from tests.support.matrix import is_left_out
 from tests.support.operators import OPERATORS, OperatorBuild
 from tests.support.pool import close_pools
 
@@ -52,6 +50,16 @@ _FOUND: dict[str, Callable[[], Any]] = {"libaio.h": Environment().has_async_io, 
 """How to look for what is not simply a program on PATH."""
 
 
+_JOBS = (
+    "tests/cluster/",
+    "tests/resilience/",
+    "tests/examples/",
+    "tests/benchmarks/",
+    "tests/engine/test_launchers.py",
+)
+"""Several processes begin with what takes long, so that none is left alone with one at the end."""
+
+
 def _ask_for_more(item: pytest.Item) -> None:
     """Tests of the default run need Python, git and a C compiler alone."""
     for marker in item.iter_markers("needs"):
@@ -61,33 +69,53 @@ def _ask_for_more(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.skip(reason=f"this machine has no {', '.join(missing)}"))
 
 
+def _leave_out(function: str, cases: list[pytest.Item], is_whole: bool) -> None:
+    """Apply ``@pytest.mark.cases`` of a function: what it does not choose runs only when asked for.
+
+    Args:
+        function: its name, for the message.
+        cases: its cases, in the order of their collection.
+        is_whole: whether these are all cases.
+
+    Raises:
+        pytest.UsageError: the marker names a case that the function does not have.
+    """
+    marker = cases[0].get_closest_marker("cases")
+    if marker is None:
+        return
+    names = [item.nodeid.partition("[")[2].removesuffix("]") for item in cases]
+    named = {value for value in marker.args if isinstance(value, str)}
+    if is_whole and not named <= set(names):
+        raise pytest.UsageError(
+            f"{function}: its marker names the case {sorted(named - set(names))[0]!r}; it has none."
+        )
+    chosen = next((value for value in marker.args if isinstance(value, int)), 0)
+    for number, (name, item) in enumerate(zip(names, cases, strict=True)):
+        if number * chosen % len(cases) >= chosen and name not in named:
+            item.add_marker(marker.kwargs.get("rest", "matrix"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is run only when asked for is marked and left out; for ``pytest -n``, files that start jobs come first."""
+    is_whole = not any("::" in argument for argument in config.args) and not getattr(config.option, "lf", False)
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
         _ask_for_more(item)
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for all_cases in cases.values():
-        for number, item in enumerate(all_cases):
-            if item.nodeid not in NOTICING and is_left_out(item.nodeid, number):
-                item.add_marker("matrix")
-            if item.nodeid.startswith("tests/clients/"):
-                item.add_marker("clients")
-        rest = [item for item in all_cases if not any(item.get_closest_marker(name) for name in ("matrix", "clients"))]
-        for number, item in enumerate(rest):
-            if is_extended(item.nodeid, number, len(rest)):
-                item.add_marker("matrix" if is_beyond(item.nodeid, number, len(rest)) else "extended")
-            elif OPERATORS_FIXTURE in getattr(item, "fixturenames", ()):
-                item.add_marker("extended")
-    for marker in ("matrix", "clients", "extended"):
-        if marker not in config.option.markexpr:
-            left_out = [item for item in items if item.get_closest_marker(marker)]
-            items[:] = [item for item in items if not item.get_closest_marker(marker)]
-            config.hook.pytest_deselected(items=left_out)
+        if item.nodeid.startswith("tests/clients/"):
+            item.add_marker("clients")
+        if "extensions" in getattr(item, "fixturenames", ()):  # compiled operators: building them takes minutes
+            item.add_marker("extended")
+    for function, cases in functions.items():
+        _leave_out(function, cases, is_whole)
+    kinds = ("matrix", "clients", "extended")  # the first that a test has is the one to ask for
+    asked = {item: next((kind for kind in kinds if item.get_closest_marker(kind)), "") for item in items}
+    left_out = [item for item in items if asked[item] not in config.option.markexpr]
+    items[:] = [item for item in items if asked[item] in config.option.markexpr]
+    config.hook.pytest_deselected(items=left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        built = {item.path for item in items if OPERATORS_FIXTURE in getattr(item, "fixturenames", ())}
-        items.sort(key=lambda item: (not item.nodeid.startswith(JOBS), item.path in built))
+        built = {item.path for item in items if "extensions" in getattr(item, "fixturenames", ())}
+        items.sort(key=lambda item: (not item.nodeid.startswith(_JOBS), item.path in built))
 
 
 @pytest.hookimpl(optionalhook=True)

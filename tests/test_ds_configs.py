@@ -141,6 +141,7 @@ def plain_losses(output_dir: Path) -> list[float]:
     return list(pool(2).run(partial(train, FOLDER / "zero0.json", output_dir, {}))[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_each_file_trains(path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     header = header_of(path)
@@ -190,6 +191,7 @@ def train_on_disk(extensions: str, nvme: Path, output_dir: Path) -> tuple[list[f
     return train(path, output_dir, header_of(path, str(nvme)).arguments, [use], width=256), use.most
 
 
+@pytest.mark.extended
 @pytest.mark.jit
 @pytest.mark.needs("libaio.h")
 def test_offload_to_nvme_trains(extensions: str, tmp_path: Path) -> None:

@@ -1,22 +1,20 @@
-"""Draws docs/assets/report.png, report-phone.png and dashboard.png: of an example run, in a headless Chromium.
+"""Draws docs/assets/report.png, report-phone.png and dashboard.png: of a run that took place, in a headless Chromium.
 
-PYTHONPATH=. python tools/report_screenshots.py
+    PYTHONPATH=. python tools/report_screenshots.py RUN
+
+Those of the site are of the run of docs/tutorials/chat-fine-tune.md.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
+import sys
 import tempfile
-import time
 from html import escape
 from pathlib import Path
 
 from ds_trainer.monitor.dashboard.screen import screen_lines
 from ds_trainer.monitor.report.run_files import RunFiles
 from ds_trainer.monitor.report.writing import write_report
-from tests.monitor.report.example_run import example_run
 from tests.support.chromium import Chromium
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
@@ -28,16 +26,6 @@ _STYLE = (
 )
 
 
-def still_running(run: Path) -> RunFiles:
-    """The example as it was at step 480 of 600: its process is this one."""
-    lines = [json.loads(line) for line in (run / "run_history.jsonl").read_text().splitlines()]
-    lines[-2].update(pid=os.getpid(), host=socket.gethostname(), time=time.time())
-    (run / "run_history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
-    records = [line for line in (run / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 480]
-    (run / "metrics.jsonl").write_text("\n".join(records) + "\n")
-    return RunFiles.read(run)
-
-
 def dashboard_page(lines: list[str]) -> str:
     """The dashboard as HTML, for a picture."""
     cells = (f"<i>{c}</i>" if 0x2800 <= ord(c) < 0x2900 else escape(c) for c in "\n".join(lines))
@@ -46,12 +34,13 @@ def dashboard_page(lines: list[str]) -> str:
 
 def main() -> None:
     """Write the pictures."""
+    run = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as profile:
         folder = Path(name)
-        page = write_report(example_run(folder / "chat-8b"))
-        page.write_text(page.read_text().replace(name, "/runs"))
+        page = folder / "report.html"
+        page.write_text(write_report(run).read_text().replace(str(run.parents[1]), ""))
         terminal = folder / "dashboard.html"
-        terminal.write_text(dashboard_page(screen_lines(still_running(folder / "chat-8b"), 120, 40, 2.0)))
+        terminal.write_text(dashboard_page(screen_lines(RunFiles.read(run), 120, 40, 2.0)))
         with Chromium(Path(profile)) as chromium:
             for path, size, dark, picture in (
                 (page, (1100, 1250), False, "report.png"),

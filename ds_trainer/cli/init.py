@@ -22,6 +22,9 @@ configuration of the model, and chooses lengths, batch sizes, ZeRO stage and lea
 given as a flag is asked for; with --yes the defaults are taken."""
 
 _DEFAULT_FILE = "recipe.yaml"
+_SFT = "sft"
+"""What other tools call supervised fine-tuning, be it of all weights or of adapters."""
+_OF_TRL = ("grpo", "kto", "orpo", "ppo", "rloo", "simpo")
 
 
 def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
@@ -30,7 +33,7 @@ def configure(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
     add("out", metavar="OUT.yaml", nargs="?", default=_DEFAULT_FILE, help=f"recipe to write; default: {_DEFAULT_FILE}")
     add("--model", metavar="NAME", help="directory or Hub name of the model to start from")
     add("--data", metavar="PATH", nargs="+", help="files, directories or glob patterns")
-    tasks = "full, lora, qlora, pretrain, vision_language, dpo, reward, classification or embedding"
+    tasks = "full, lora, qlora, pretrain, vision_language, dpo, reward, classification or embedding; sft: what fits"
     add("--task", metavar="TASK", help=tasks)
     add("--teacher", metavar="NAME", help="directory or Hub name of a model whose distribution is learned as well")
     add("--devices", metavar="DEVICES", help="cpu, a number of GPUs, 8 x H100-80GB, or 4 x 8 x H100-80GB")
@@ -73,6 +76,9 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     output = options.output or ""
     wanted = new_recipe.Wanted(start, tuple(data), samples, parse_devices(devices), output, options.teacher)
     task = options.task or _choose_task(wanted, asks)
+    if task == _SFT:
+        task = new_recipe.supervised_task(wanted)
+        print(f"  Task: {task}, the one of {_SFT} that fits.")
     new_recipe.check_task(task, wanted)
     if start.is_bytes and task != "pretrain":
         raise ConfigError(f"The model in {model} reads bytes and has no tokenizer; only --task pretrain can train it.")
@@ -100,7 +106,12 @@ def _check_complete(options: argparse.Namespace) -> None:
 
 
 def _check_task_name(task: str | None, tasks: dict[str, str]) -> None:
-    if task is not None and task not in tasks:
+    if task in _OF_TRL:
+        raise ConfigError(
+            f"--task {task}: recipes have no such task. TRL's trainer for it runs in this package without a change: "
+            "ds-trainer run SCRIPT.py."
+        )
+    if task is not None and task not in (*tasks, _SFT):
         raise ConfigError(f"--task {task}: unknown task.{did_you_mean(task, tasks)} The tasks are {', '.join(tasks)}.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,12 @@ def default_task(wanted: Wanted) -> tuple[str, str]:
     if _plan("lora", wanted, _LORA_RANK) is not None:
         return "lora", f"all weights do not fit on {wanted.devices.text}, adapters do"
     return "qlora", f"the weights do not fit on {wanted.devices.text} in 16 bits"
+
+
+def supervised_task(wanted: Wanted) -> str:
+    """The way to fine-tune on answers, texts or images that fits the devices; for data of other kinds, too."""
+    kind = IMAGES if wanted.survey.kind == IMAGES else "messages"
+    return default_task(replace(wanted, survey=replace(wanted.survey, kind=kind)))[0]
 
 
 def _fits_on_cpus(wanted: Wanted) -> bool:

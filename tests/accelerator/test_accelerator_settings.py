@@ -75,6 +75,7 @@ def runs(output_dir: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_batches_are_split_and_loaders_of_scripts_follow(tmp_path: Path) -> None:
     ranks = pool(2).run(runs, str(tmp_path))
     for found in ranks:

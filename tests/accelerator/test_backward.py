@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("step", "model"), CASES)
 def test_the_same_step_trains_as_under_transformers(world: int, step: str, model: str, tmp_path: Any) -> None:

@@ -32,6 +32,7 @@ def output(code: str, cwd: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.extended
 def test_every_name_exists_in_transformers_and_is_replaced_everywhere(tmp_path: Path) -> None:
     """First with the original modules, then with the hook; after a use of a name that is not replaced, too."""
     listing = (
@@ -73,6 +74,7 @@ def test_the_source_of_transformers_trainer_is_not_executed(tmp_path: Path) -> N
     assert output(code, tmp_path) == ["ds_trainer.training.trainer False False"]
 
 
+@pytest.mark.extended
 def test_a_subclass_defined_afterwards_is_a_subclass_of_ours(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(
         "from transformers import Trainer\nimport transformers.trainer_callback as callbacks\n"
@@ -89,6 +91,7 @@ def test_a_subclass_defined_afterwards_is_a_subclass_of_ours(tmp_path: Path) -> 
     assert output(code, tmp_path) == ["True", "True", "True"]
 
 
+@pytest.mark.extended
 def test_a_module_imported_before_gets_ours(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(
         "from transformers import Trainer, TrainingArguments as Arguments, TrainerCallback\n"
@@ -107,6 +110,7 @@ def test_a_module_imported_before_gets_ours(tmp_path: Path) -> None:
     assert output(code, tmp_path) == ["True", "True", "True"]
 
 
+@pytest.mark.extended
 def test_a_class_that_subclassed_before_is_refused_and_nothing_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(
         "from transformers import Trainer, TrainingArguments\nclass LibraryTrainer(Trainer):\n    pass\n"
@@ -129,6 +133,9 @@ def test_a_class_that_subclassed_before_is_refused_and_nothing_is_replaced(tmp_p
     assert printed[3] == "transformers.trainer transformers.training_args"
 
 
+# Instead of the others: the same test for ds_trainer.cli.main, which imports this module
+@pytest.mark.cases("ds_trainer.cli.main")
+@pytest.mark.extended
 @pytest.mark.parametrize("module", ["ds_trainer", "ds_trainer.training.trainer", "ds_trainer.cli.main"])
 def test_without_it_nothing_of_transformers_is_changed(module: str, tmp_path: Path) -> None:
     code = (

@@ -52,6 +52,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.extended
 def test_an_unchanged_script_gives_the_losses_of_transformers(wanted: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "ours" / "scripts").mkdir(parents=True)
     script = shutil.copy(SCRIPT, tmp_path / "ours" / "scripts" / "train.py")
@@ -99,6 +100,8 @@ def test_a_batch_script_runs_the_script_on_every_rank(tmp_path: Path, capsys: py
     assert "#SBATCH --time=1:00:00\n" in text and "#SBATCH --nodes=2\n" in text
 
 
+# Instead: the tests of libraries, which CI runs too: tests/clients/test_clients.py
+@pytest.mark.matrix
 def test_two_ranks_with_zero_3_give_the_same_losses(wanted: dict[str, Any], tmp_path: Path) -> None:
     """Half the batch on each of two ranks."""
     shutil.copy(SCRIPT, tmp_path / "train.py")

@@ -44,6 +44,7 @@ def references(
     gc.unfreeze()
 
 
+@pytest.mark.cases(27, rest="extended")
 @needs_the_reference
 @pytest.mark.parametrize("behavior", BEHAVIORS, ids=lambda behavior: behavior.name)
 def test_behavior(behavior: Behavior, tmp_path: Path, references: dict[str, Any], shared: Shared) -> None:

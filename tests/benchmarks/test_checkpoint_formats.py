@@ -11,7 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are sc
 
 import checkpoint_formats as benchmark
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
 
+
+# Instead: tests/checkpoint/shards/test_layouts.py, tests/checkpoint/weights/test_model_files.py: both ways are exact
+@pytest.mark.matrix
 def test_both_formats_are_exact_and_one_writes_less() -> None:
     result = benchmark.measure("ZeRO-1 x2 -> ZeRO-1 x1", (64, 2))
     assert result["ours"]["difference"] == pytest.approx(0, abs=1e-6)

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import cpu
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 ROOT = Path(cpu.HERE).parent
 
 

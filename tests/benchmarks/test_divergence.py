@@ -16,6 +16,8 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 import divergence as benchmark  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _leave_the_process_group() -> Iterator[None]:

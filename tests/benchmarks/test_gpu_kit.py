@@ -26,6 +26,8 @@ import gpu_syncs  # noqa: E402
 import gpu_throughput  # noqa: E402
 from kept_results import Results  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -82,8 +84,8 @@ def run_stages(stages: list[str], directory: Path) -> Cases:
 
 
 @pytest.mark.slow
-def test_what_a_borrowed_gpu_would_run_runs_on_the_cpu(tmp_path: Path) -> None:
-    found = run_stages(["first", "speed"], tmp_path)
+def test_what_a_borrowed_gpu_runs_first_runs_on_the_cpu(tmp_path: Path) -> None:
+    found = run_stages(["first"], tmp_path)
     names = [case["name"] for part in ("first-oracle", "shared-2", "shared-4", "masks") for case in found[part]]
     assert names == ["resume, zero1 fp32", "dp2 zero1 fp32", "dp2 tp2 zero3 fp32", "packed encoder fp32"]
     killed, stopped, bare = found["endings"]
@@ -91,6 +93,11 @@ def test_what_a_borrowed_gpu_would_run_runs_on_the_cpu(tmp_path: Path) -> None:
     assert stopped["codes"] == [77, 77] and stopped["resumed"] == [0, 0] and stopped["difference"] < 1e-5
     assert bare["codes"] == [0] and bare["difference"] < 1e-5
     assert found["saves-16gb"][0]["medians"]["ds_trainer, background"]["held_up"] > 0
+
+
+@pytest.mark.matrix  # five minutes; the variants that it times are trained by tests/training/model and tests/engine
+def test_the_stage_of_speed_runs_on_the_cpu(tmp_path: Path) -> None:
+    found = run_stages(["speed"], tmp_path)
     for case in found["throughput"]:
         assert all(loop["tokens_per_second"] > 0 for loop in case["loops"].values())
     assert all(case["targets_per_second"] > 0 for case in found["features"])
@@ -98,6 +105,9 @@ def test_what_a_borrowed_gpu_would_run_runs_on_the_cpu(tmp_path: Path) -> None:
     assert found["features"][1]["variant"] == gpu_features.DEEPSPEEDS_NORM
 
 
+# Instead: the other tests of tests/benchmarks/test_gpu_kit.py; what its oracle compares:
+# tests/training/test_layouts.py
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_every_other_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     found = run_stages(["oracle", "kernels", "memory", "stalls"], tmp_path)

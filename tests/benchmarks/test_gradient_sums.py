@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are sc
 
 from gradient_sums import SIGNALS, ring, row, sum_in, tree
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "loss.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -14,6 +14,8 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 from instructions import STEPS, WARMUP, case_of, table, total  # noqa: E402
 from overhead_results import BARE, COUNTING, OURS, THEIRS  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 
 def test_the_table_has_differences_from_the_loop_that_does_the_same_work() -> None:
     cases = [{"world": 2, "stage": 3, "accumulation": 1, BARE: 62.0, COUNTING: 50.0, OURS: 51.0, THEIRS: 52.5}]

@@ -7,6 +7,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are scripts, not a package
@@ -14,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are sc
 import loading as benchmark
 
 from ds_trainer.checkpoint.weights.strided_views import StridedView
+
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
 
 
 def test_the_bytes_read_by_each_loading_mode(tmp_path: Path) -> None:

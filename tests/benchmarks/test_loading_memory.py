@@ -14,6 +14,9 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 import loading_memory as benchmark  # noqa: E402
 from weight_files import write_random  # noqa: E402
 
+# Instead: tests/engine/loading/test_creation_memory.py: a load takes no memory beside the shards
+pytestmark = pytest.mark.matrix
+
 MODEL = benchmark.SMALL
 
 

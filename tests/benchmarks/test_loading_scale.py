@@ -13,6 +13,9 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 import loading_scale as benchmark  # noqa: E402
 
+# Instead: tests/checkpoint/loading/test_verification_cost.py: how many reads a load makes, and of how many bytes
+pytestmark = pytest.mark.matrix
+
 RANKS = (64, 512)
 Figures = dict[tuple[int, int, int], dict[str, Any]]
 

@@ -32,6 +32,8 @@ from overhead_results import (  # noqa: E402
 )
 from turns import Turns  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 
 def test_one_thread_runs_at_a_time_in_the_order_of_the_schedule() -> None:
     schedule = [("a", 2), ("b", 2), ("b", 1), ("a", 1), ("a", 0), ("b", 0)]
@@ -133,6 +135,8 @@ def test_differences_are_taken_within_rounds() -> None:
     assert overhead[THEIRS]["percent"] == pytest.approx(100 * 2.0 / 30.0)
 
 
+# Instead: tests/parity/test_two_ranks.py: both loops do the same work
+@pytest.mark.matrix
 def test_the_script_runs_the_loops_on_two_ranks_and_they_do_the_same_work(tmp_path: Path) -> None:
     out = tmp_path / "results" / "overhead.json"
     selection = ["--models", "tiny", "--world", "2", "--zero", "1", "--accumulation", "4"]

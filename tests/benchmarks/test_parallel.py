@@ -19,6 +19,8 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 from parallel import layouts, name_of, ratios, table  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 
 def sent_by_each_kind() -> dict[str, int]:
     from traffic import traffic
@@ -38,6 +40,9 @@ def sent_by_each_kind() -> dict[str, int]:
     return dict(counter)
 
 
+# Instead: tests/parallel/test_ring_attention.py, tests/parallel/test_ulysses.py: what is sent; collectives of a step:
+# tests/training/test_host_syncs.py
+@pytest.mark.matrix
 def test_bytes_are_those_of_the_best_algorithm() -> None:
     wanted = {"all_reduce": 48, "all_gather_into_tensor": 96, "all_to_all_single": 24, "isend": 32}
     assert pool(4).run(sent_by_each_kind) == [wanted] * 4
@@ -58,6 +63,8 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert "| sp2 | 2.00 | 2.00 to 2.00 | 3.00 |" in table("layout", "dp2", [base, found])
 
 
+# Instead: tests/training/test_layouts.py: every layout trains to the losses of one process
+@pytest.mark.matrix
 def test_the_script_trains_every_layout_to_the_same_losses(tmp_path: Path) -> None:
     out = tmp_path / "parallel.json"
     command = [sys.executable, str(BENCHMARKS / "parallel.py"), "--quick", "--world", "2", "--length", "256"]

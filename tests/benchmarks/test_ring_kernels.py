@@ -15,6 +15,8 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 import ring_kernels  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[dict[str, Any]]]:
     small = ring_kernels.Case("causal", 1, 4, 2, 64, 16, "float32", rounds=3, warmup=1)

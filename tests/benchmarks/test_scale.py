@@ -17,6 +17,8 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 import scale as benchmark  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 PHASES = benchmark.PHASES
 Lines = Callable[[str, int], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -42,6 +44,8 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
+# Instead of the others: the same test with ZeRO 3 and with all axes
+@pytest.mark.cases("dp-3-2")
 @LAYOUTS
 def test_groups_files_and_sockets_are_as_many_as_with_few_ranks(
     lines: Lines, layout: str, zero: int, groups: int
@@ -56,6 +60,8 @@ def test_groups_files_and_sockets_are_as_many_as_with_few_ranks(
         assert abs(many[phase]["sockets"] - few[phase]["sockets"]) <= 2, phase  # of threads that come and go
 
 
+# Instead of the others: the same test with ZeRO 3 and with all axes
+@pytest.mark.cases("dp-3-2", "tp 8 x cp 2 x sp 2-1-9")
 @LAYOUTS
 def test_a_step_gathers_nothing_and_opens_nothing(lines: Lines, layout: str, zero: int, groups: int) -> None:
     few, many = (one["step"] for one in lines(layout, zero))
@@ -65,6 +71,8 @@ def test_a_step_gathers_nothing_and_opens_nothing(lines: Lines, layout: str, zer
     assert abs(many["collectives"] - few["collectives"]) <= 6  # votes follow the clock
 
 
+# Instead of the others: the same test with ZeRO 3 and with all axes
+@pytest.mark.cases("dp-3-2", "tp 8 x cp 2 x sp 2-1-9")
 @LAYOUTS
 def test_rank_0_receives_little_and_requests_it_at_once(lines: Lines, layout: str, zero: int, groups: int) -> None:
     _, many = lines(layout, zero)

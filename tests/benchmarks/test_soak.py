@@ -12,7 +12,12 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 import soak as benchmark  # noqa: E402
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
 
+
+# Instead: tests/training/test_layout_memory.py, tests/checkpoint/shards/test_opened_files.py: memory and open files
+# of a run
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_only_deliberate_leaks_grow() -> None:
     result = benchmark.soak(1, benchmark.QUICK_STEPS)

@@ -51,6 +51,7 @@ def test_export(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not empty" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_export_in_another_type_in_a_process_without_ranks(output: Path) -> None:
     import torch
 

@@ -35,6 +35,7 @@ def started(command: list[str], **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT, timeout=240, check=False)
 
 
+@pytest.mark.extended
 def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
     """Two ranks under torchrun; one has another version and another argument. The gradient is right nevertheless."""
     script = tmp_path / "doctor.py"
@@ -55,6 +56,7 @@ def test_differences_between_ranks_are_reported(tmp_path: Path) -> None:
     assert "GB/s bus bandwidth" in found["all-reduce"]["message"]
 
 
+@pytest.mark.extended
 def test_one_machine_with_a_stale_lock(tmp_path: Path) -> None:
     lock = tmp_path / "fused_adam" / "lock"
     lock.parent.mkdir()

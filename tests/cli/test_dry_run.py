@@ -14,6 +14,7 @@ from ds_trainer.utils import distributed
 from tests.recipes.test_dry_run import LLAMA, recipe
 
 
+@pytest.mark.extended
 def test_a_recipe_is_rehearsed_without_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path)
     before, files, state = dict(os.environ), sorted(tmp_path.rglob("*")), torch.get_rng_state()
@@ -27,6 +28,7 @@ def test_a_recipe_is_rehearsed_without_a_trace(tmp_path: Path, capsys: pytest.Ca
     assert not distributed.is_initialized()
 
 
+@pytest.mark.extended
 def test_a_mistake_has_the_text_and_the_exit_code_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(recipe(tmp_path, **{"arguments.report_to": "wandbb"}))
     assert main(["plan", path, "--dry-run", "2"]) == 2
@@ -39,6 +41,7 @@ def test_a_mistake_has_the_text_and_the_exit_code_of_train(tmp_path: Path, capsy
     assert "unknown key '--argments.max_steps'" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_bare_model_is_rehearsed_in_the_layout_of_the_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 256}))
     fixed = ["--zero-stage", "2", "--tensor-parallel-size", "4", "--micro-batch", "2", "--seq-len", "32"]
@@ -49,6 +52,7 @@ def test_a_bare_model_is_rehearsed_in_the_layout_of_the_plan(tmp_path: Path, cap
     assert found["global_batch_size"] == 32
 
 
+@pytest.mark.extended
 def test_json_is_all_that_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # DeepSpeed warns on stdout of more tensor-parallel ranks than heads.
     more = ["--json", "--arguments.tensor_parallel_size", "32"]

@@ -98,6 +98,15 @@ def test_defaults_follow_the_data(folder: Path, data: str, task: str) -> None:
         assert recipe.data.sequence_length == 256  # the positions of the model
 
 
+def test_sft_is_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As other tools call it. Text is fine-tuned on, too, where ``pretrain`` would be the default."""
+    for data in ("chat", "text"):
+        assert init(folder, f"{data}.jsonl", "--yes", "--devices", "cpu", "--force", "--task", "sft") == DONE
+        assert "Task: full, the one of sft that fits." in capsys.readouterr().out
+        recipe = load_recipe(folder / "r.yaml")
+        assert recipe.model.peft is None and recipe.data.max_length is not None
+
+
 def test_a_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--teacher", str(folder / "base"), "--devices", "cpu", "--yes", "--force"]
     assert init(folder, "chat.jsonl", "--task", "full", *options) == DONE
@@ -107,6 +116,7 @@ def test_a_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not for --task dpo" in capsys.readouterr().err
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("devices", ["cpu", "8 x H100-80GB"])
 def test_images(folder: Path, devices: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", str(folder / "vision"), "--devices", devices, "--yes", "--force"]
@@ -237,6 +247,8 @@ def test_a_recipe_stays_if_the_new_one_cannot_work(folder: Path, monkeypatch: py
     [
         ("text.jsonl", ["--task", "dpo"], "needs data of the kind preference"),
         ("chat.jsonl", ["--task", "lroa"], "Did you mean 'lora'?"),
+        ("chat.jsonl", ["--task", "grpo"], "ds-trainer run SCRIPT.py"),
+        ("preferences.jsonl", ["--task", "sft"], "needs data of the kind"),
         ("nothing.jsonl", [], "nothing.jsonl"),
         ("chat.jsonl", ["--devices", "two"], "two"),
     ],

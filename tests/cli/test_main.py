@@ -169,6 +169,7 @@ def test_other_ranks_let_the_main_process_print_first(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.extended
 def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "", "--num_gpus", "2"]
     completed = subprocess.run(

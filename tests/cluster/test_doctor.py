@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.jobs import environment
 from tests.cluster.machines import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.extended, pytest.mark.slurm]
 
 # What a rank on the second machine has set otherwise.
 RANK = """#!/usr/bin/env bash
@@ -20,6 +20,9 @@ exec {python} -m ds_trainer doctor "$@"
 """
 
 
+# Instead: the same test with two machines that differ; two that do not: tests/monitor/doctor/test_ranks.py;
+# tests/cli/test_doctor.py: differences between ranks are reported; machines: tests/monitor/doctor
+@pytest.mark.matrix
 @pytest.mark.parametrize("differ", [False, True])
 def test_the_doctor_checks_both_machines(differ: bool, cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "rank.sh"

@@ -12,7 +12,7 @@ from ds_trainer.cli.main import main
 from tests.cluster.jobs import environment, sbatch_arguments, users_folder
 from tests.cluster.machines import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.extended, pytest.mark.slurm]
 
 # Bash ignores a trap for a signal that was ignored at its start, so a Python rank has the handler.
 HANDLER = """
@@ -98,6 +98,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("lines", "end"),
     [

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.jobs import environment
 from tests.cluster.machines import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.extended, pytest.mark.slurm]
 
 # Prints its rank, connects to the others, and ends as requested.
 PROGRAM = """\
@@ -70,6 +70,7 @@ def ranks_left(cluster: Cluster, program: Path) -> list[str]:
     return [line for line in lines if str(program) in line]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("launcher", [*BY_SSH, *IN_SLURM])
 def test_four_ranks_connect_and_get_their_arguments(cluster: Cluster, folder: Path, launcher: str) -> None:
     word = "requeue" if launcher in ("pdsh", "slurm") else "it's"
@@ -81,6 +82,9 @@ def test_four_ranks_connect_and_get_their_arguments(cluster: Cluster, folder: Pa
     assert not (folder / ".ds_trainer_launch").exists()
 
 
+# Instead: the same test with pdsh; exit codes of ranks under srun: tests/cluster/test_ends.py;
+# test_remote_ranks_end_when_the_launcher_is_killed[pdsh]; exit codes of ranks: tests/cluster/test_ends.py
+@pytest.mark.matrix
 @pytest.mark.parametrize("launcher", ["pdsh", "srun"])
 def test_a_killed_rank_ends_the_job_with_its_exit_code(cluster: Cluster, folder: Path, launcher: str) -> None:
     program = folder / "program.py"
@@ -90,6 +94,8 @@ def test_a_killed_rank_ends_the_job_with_its_exit_code(cluster: Cluster, folder:
     assert ranks_left(cluster, program) == []
 
 
+# Instead: tests/launching/test_commands.py, and the same command started by ds-trainer in this file
+@pytest.mark.matrix
 def test_the_command_for_many_machines_can_be_pasted(cluster: Cluster, folder: Path) -> None:
     printed = run(cluster, folder, "pdsh", "--dry-run", "--env", "SAID", "program.py", "x y")
     assert printed.returncode == 0, printed.stderr
@@ -137,6 +143,9 @@ BY_HAND = {
 }
 
 
+# Instead of the others: the same test by the other way of each MPI; the same test with srun and PMI-2, and
+# test_mpi_over_two_machines_needs_an_address
+@pytest.mark.cases("srun with PMI-2")
 @pytest.mark.parametrize("how", BY_HAND)
 def test_scripts_started_by_hand_with_mpi(cluster: Cluster, folder: Path, how: str) -> None:
     launcher, argv = BY_HAND[how]
@@ -179,6 +188,8 @@ def start_sleepers(cluster: Cluster, folder: Path, launcher: str) -> tuple[subpr
     return process, program
 
 
+# Instead of the others: the same test with srun, and test_remote_ranks_end_when_the_launcher_is_killed[pdsh]
+@pytest.mark.cases("srun")
 @pytest.mark.parametrize("launcher", ["pdsh", "srun"])
 def test_an_abort_leaves_no_process_on_any_machine(cluster: Cluster, folder: Path, launcher: str) -> None:
     process, program = start_sleepers(cluster, folder, launcher)
@@ -191,6 +202,8 @@ def test_an_abort_leaves_no_process_on_any_machine(cluster: Cluster, folder: Pat
     cluster.wait_until(lambda: not ranks_left(cluster, program), 30, lambda: str(ranks_left(cluster, program)))
 
 
+# Instead of the others: the same test with pdsh
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("victims", ["pdsh", "ds_trainer launch|deepspeed.launcher.runner"])
 def test_remote_ranks_end_when_the_launcher_is_killed(cluster: Cluster, folder: Path, victims: str) -> None:
     """A killed pdsh leaves its commands running on other machines; ours detect that the connection is closed."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.machines import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.extended, pytest.mark.slurm]
 
 
 def mounts() -> str:

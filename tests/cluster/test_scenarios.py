@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.long_training import STEPS
 from tests.cluster.scenarios import CHAIN, PATIENCE, SECOND_CHAIN, Scenario
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.extended, pytest.mark.slurm]
 
 
 def test_an_uninterrupted_run_takes_every_step_once(scenarios: dict[str, Scenario]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.jobs import RECIPE, ROOT, STEPS, environment, losses, sbatch_arguments, small_arguments, users_folder
 from tests.cluster.machines import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.extended, pytest.mark.slurm]
 
 SCRIPTS = ("one_node", "nodes_srun", "nodes_torchrun")
 

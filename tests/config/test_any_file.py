@@ -44,6 +44,7 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     return root
 
 
+@pytest.mark.extended
 @settings(max_examples=600, deadline=None)
 @given(
     file=files(),

@@ -122,6 +122,8 @@ def counted(zero: dict[str, Any], world: int) -> tuple[Counter[str], Counter[str
     return messages, sent, weights
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("world", "stage"),
     [(2, 1), (2, 3), *(pytest.param(*case, marks=pytest.mark.extended) for case in ((2, 2), (4, 1), (4, 2), (4, 3)))],

@@ -84,6 +84,7 @@ def with_file(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any
     return {**arguments, "environment": machine(), "deepspeed": file}
 
 
+@pytest.mark.extended
 def test_neither_side_silently_wins() -> None:
     """Every value that the compiler writes in any mode, as the file has it too, or has another one."""
     walked: dict[str, set[str]] = {}

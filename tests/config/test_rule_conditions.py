@@ -377,6 +377,7 @@ def fields_of(row: Any) -> dict[str, Any]:
     return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("name", "rules"), MODULES.items())
 def test_no_condition_can_change_unnoticed(
     name: str, rules: tuple[str, ...], contexts: list[rule_context.RuleContext]

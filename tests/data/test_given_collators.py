@@ -156,6 +156,7 @@ class Collator:
         return self(rows)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["lambda", "partial", "object", "bound method", "class"])
 def test_any_callable_is_a_collator(form: str, tmp_path: Path) -> None:
     """It is called for training, evaluation and prediction, and is what the Trainer shows."""

@@ -56,6 +56,7 @@ def loaders(one: Trainer, data: Any) -> list[tuple[Any, int]]:
     return [(one.get_train_dataloader(), 4), (one.get_eval_dataloader(), 3), (one.get_test_dataloader(data), 3)]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("data", [ROWS, Stream(), Reader()], ids=["rows", "stream", "reader"])
 def test_the_dataset_is_that_of_the_user(data: Any, workers: int, tmp_path: Path) -> None:
@@ -81,6 +82,7 @@ def test_columns_that_are_not_removed_leave_a_table_as_it_is(tmp_path: Path) -> 
     assert all(loader.dataset is table for loader, _ in loaders(one, table))
 
 
+@pytest.mark.extended
 def test_dropping_the_last_micro_step_shows(tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS, dataloader_drop_last=True)
     loader = one.get_train_dataloader()

@@ -141,6 +141,7 @@ def stream_loader(stream: Any, dp: int, micro: int, accumulation: int = 1, worke
     return StreamLoader(StreamShard(stream, plan, 0, torch.tensor, seed=3), accumulation, workers)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", [Numbers, StatefulStream])
 def test_a_stream_resumes_with_another_batch_size(kind: Any, workers: int) -> None:

@@ -326,6 +326,7 @@ def breaking(workers: int) -> tuple[int, str, str]:
     return seen, "", ""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_on_the_replica_leader_ends_all_ranks_and_names_it(workers: int) -> None:
     reader, listener = pool(2).run(breaking, workers)

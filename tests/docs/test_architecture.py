@@ -33,6 +33,8 @@ def walks() -> dict[str, list[str]]:
     return json.loads(completed.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not know the class of a function")
 @pytest.mark.parametrize(("title", "name"), [("A batch", "batch"), ("An argument", "argument"), ("A save", "save")])
 def test_the_documented_walks_are_those_of_a_run(title: str, name: str, walks: dict[str, list[str]]) -> None:
@@ -61,6 +63,7 @@ def test_paths_exist() -> None:
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
 
 
+@pytest.mark.extended
 def test_components_own_their_state() -> None:
     """Rule 9: no attribute of the Trainer has writers in two files, no private method is called from another file."""
     sys.path.insert(0, str(ROOT / "tools"))

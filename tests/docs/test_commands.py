@@ -125,6 +125,8 @@ def test_the_script_exists(path: str) -> None:
     assert path in ("-c", "train.py") or (ROOT / path).is_file()
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("block", [one for one in BLOCKS if not all(map(reason, one.commands))], ids=str)
 def test_the_commands_run_as_printed(block: Block, workshop: Path, shell: Shell, tmp_path: Path) -> None:
     directory = tmp_path / "all"

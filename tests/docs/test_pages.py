@@ -37,6 +37,7 @@ def text(name: str) -> str:
 # -- generated pages ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "tool", ["recipe_reference", "zero_table", "behaviors_table", "plan_page", "recipe_plans", "loss_table"]
 )

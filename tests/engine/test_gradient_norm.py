@@ -65,6 +65,7 @@ def norms(
     return theirs, ours, int(of_theirs), int(of_ours)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
@@ -94,6 +95,7 @@ def test_one_lost_gradient_makes_the_norm_infinite_on_all_ranks(stage: int, lost
     assert [ours for _, ours, _, _ in pool(2).run(norms, stage, 1, lost)] == [math.inf] * 2
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("scaled", [(0,), (1,), (0, 1)])
 def test_an_update_without_the_loss_scale_is_scaled(stage: int, scaled: tuple[int, ...]) -> None:

@@ -18,6 +18,8 @@ from ds_trainer.utils.ranks import RankInfo, free_port
 from tests.support.pool import pool
 from tests.support.scripts import run_script
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 SCRIPT = """
     import json, sys, pathlib
     from ds_trainer import Trainer, TrainingArguments
@@ -81,6 +83,9 @@ MPIRUN = {
 }
 
 
+# Instead of the others: the same test under torchrun and alone; for this launcher tests/cluster/test_launchers.py;
+# the same test under torchrun
+@pytest.mark.cases("torchrun")
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "srun", "python", *MPIRUN])
 def test_two_ranks_train_like_one(launcher: str, alone: list[float], tmp_path: Path) -> None:
     before = shared_buffers()

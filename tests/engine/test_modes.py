@@ -48,6 +48,7 @@ def _calls(output_dir: str, stage: int) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_model_is_in_evaluation_mode_in_evaluations(stage: int, tmp_path: Any) -> None:
     evaluation, training = {"train": 0, "eval": 2}, {"train": 2, "eval": 0}

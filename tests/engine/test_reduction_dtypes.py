@@ -104,6 +104,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_the_norm_of_512_bf16_micro_batches_is_that_of_float32(name: str, in_float32: Found, tmp_path: Path) -> None:
     found = pool(1).run(partial(one_step, str(tmp_path), bf16=True, **WAYS[name]))[0]
@@ -112,6 +113,7 @@ def test_the_norm_of_512_bf16_micro_batches_is_that_of_float32(name: str, in_flo
     assert found.norm == pytest.approx(in_float32.norm, rel=2e-3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3"])
 def test_without_float32_accumulation_the_norm_is_wrong(name: str, in_float32: Found, tmp_path: Path) -> None:
     """The negative control, and an argument that wins."""
@@ -121,6 +123,7 @@ def test_without_float32_accumulation_the_norm_is_wrong(name: str, in_float32: F
     assert abs(found.norm / in_float32.norm - 1) > 1e-2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_norm_is_right_on_two_ranks(stage: int, in_float32: Found, tmp_path: Path) -> None:
     for found in pool(2).run(partial(one_step, str(tmp_path), 256, bf16=True, zero_stage=stage)):
@@ -205,6 +208,7 @@ REDUCTIONS: list[tuple[dict[str, Any], torch.dtype]] = [
 ]
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(("arguments", "dtype"), REDUCTIONS)
 def test_gradients_are_reduced_in_the_requested_dtype(
     arguments: dict[str, Any], dtype: torch.dtype, tmp_path: Path

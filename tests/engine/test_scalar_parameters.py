@@ -118,6 +118,7 @@ def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in MODELS[model]().named_parameters()}
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", SETUPS)
 def test_losses_weights_and_shapes_are_those_of_one_process(name: str, model: str, tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "model", "optimizer", "saving", "other"), RESUMED)
 def test_a_run_resumes_bit_for_bit_and_in_another_setup(
     name: str, model: str, optimizer: str, saving: dict[str, Any], other: Setup, tmp_path: Path
@@ -188,6 +190,7 @@ def saved(model: str, output_dir: str, setup: Setup) -> dict[str, torch.Tensor]:
 FILES = [("stage 0", "line"), ("stage 0", "scalars"), ("stage 2", "scalars"), ("stage 3", "scalars")]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("name", "model"), [*FILES, ("stage 3, offload", "scalars"), ("4 ranks, stage 3", "line")])
 def test_files_hold_scalars_with_their_shapes(name: str, model: str, tmp_path: Path) -> None:
     weights = pool(SETUPS[name].world).run(partial(saved, model, str(tmp_path), SETUPS[name]))[0]

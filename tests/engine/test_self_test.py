@@ -41,6 +41,7 @@ def all_stages() -> list[GradientReport]:
     return [report(zero_stage=stage, **precision) for stage in range(4) for precision in PRECISIONS]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_self_test_passes_at_every_stage_and_precision(ranks: int) -> None:
     for reports in pool(ranks).run(all_stages):
@@ -183,6 +184,7 @@ def broken(kind: str, stage: int, precision: dict[str, Any]) -> GradientReport:
         return report(zero_stage=stage, **precision)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_wrong_gradient_is_detected_and_named(kind: str) -> None:
     for stage, precision in ((0, {}), (2, {"bf16": True}), (3, {})):

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.examples.conftest import ROOT, losses, results
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 import copy_reverse
+
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
 
 
 def test_held_out_samples_are_not_trained_on() -> None:
@@ -29,6 +33,8 @@ def test_its_loss_falls_on_two_ranks(run_example: Callable[..., Path]) -> None:
     assert 0 <= results(out)["eval_held_out_exact_match"] <= 1
 
 
+# Instead: test_its_loss_falls_on_two_ranks
+@pytest.mark.matrix
 def test_it_learns_to_write_backwards_on_two_ranks(run_example: Callable[..., Path]) -> None:
     out = run_example("copy_reverse", ranks=2)
     metrics = json.loads((out / "all_results.json").read_text(encoding="utf-8"))

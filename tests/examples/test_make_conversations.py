@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import make_conversations
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 
 def test_from_the_library_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, model = tmp_path / "conversations.jsonl", tmp_path / "base"

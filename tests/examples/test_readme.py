@@ -11,6 +11,8 @@ import pytest
 
 from tests.examples.conftest import ROOT, environment, losses
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -30,6 +32,11 @@ def test_the_readme_is_short() -> None:
     prose = re.sub(r"```.*?```", "", README.partition("\n[install]: ")[0], flags=re.DOTALL)
     assert len(prose.split()) < 450
     assert len([line for line in block("python").splitlines() if line.strip()]) <= 12
+
+
+def test_the_home_page_shows_the_same() -> None:
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert block("python") in home and block("text") in home
 
 
 @pytest.mark.slow

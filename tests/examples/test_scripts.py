@@ -15,6 +15,8 @@ import pytest
 from ds_trainer.utils.ranks import free_port
 from tests.examples.conftest import ROOT, environment, losses, results
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 EXAMPLES = ROOT / "examples"
 SHORT = ("--sequence_length", "64", "--logging_steps", "1", "--save_strategy", "no", "--learning_rate", "1e-2")
 
@@ -70,6 +72,9 @@ def test_evaluate_only_gives_the_models_loss(run_example: Callable[..., Path], m
     assert not list(two.glob("model*"))
 
 
+# Instead: tests/cluster/test_scripts.py: the batch script on two machines; resuming:
+# tests/resilience/test_restarts.py
+@pytest.mark.matrix
 def test_multi_node_on_two_agents_resumes(run_example: Callable[..., Path]) -> None:
     """Two torchruns stand for two nodes. They continue after the checkpoint of a start on one node."""
     more = ("--save_steps", "5", "--logging_steps", "1")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.examples.conftest import ROOT, SCRIPTS, environment, losses
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 TUTORIAL = (ROOT / "docs" / "tutorials" / "script-to-cluster.md").read_text(encoding="utf-8")
 SHORT = ("--max_steps", "6", "--logging_steps", "1")
 

@@ -128,6 +128,8 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object]]] = {
 }
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_input_is_accepted_or_refused_in_one_error(kind: str) -> None:

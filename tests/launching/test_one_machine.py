@@ -44,6 +44,8 @@ def launch(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_rank_killed_by_a_signal_is_not_a_success(launcher: str, tmp_path: Path) -> None:
     completed = launch(tmp_path, "--launcher", launcher, "program.py", "killed")
@@ -51,6 +53,7 @@ def test_a_rank_killed_by_a_signal_is_not_a_success(launcher: str, tmp_path: Pat
     assert "rank 1 on" in completed.stderr and "was killed by SIGKILL" in completed.stderr
 
 
+@pytest.mark.extended
 def test_the_printed_command_can_be_run(tmp_path: Path) -> None:
     printed = launch(
         tmp_path,

@@ -110,6 +110,7 @@ def test_a_rank_without_an_outcome_is_a_failure_even_if_the_launcher_returns_0(j
     assert "the launcher ended with exit code 0; 1 of 2 ranks recorded no outcome (1)" in errors
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("given", [2, 3, 75, 76, 77])
 def test_exit_codes_survive_a_launcher_that_loses_them(job: Launch, given: int) -> None:
     assert job.run(str(given))[0] == given
@@ -119,6 +120,7 @@ def test_descendants_of_a_rank_end_with_it(job: Launch) -> None:
     assert job.run("forgets")[0] == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_ranks_and_prevents_restarts(job: Launch, number: signal.Signals) -> None:
     process = job.start("stop", "--max-restarts", "3", "--restart-preempted")
@@ -142,6 +144,7 @@ def test_ctrl_c_leaves_no_process_even_if_a_rank_ignores_it_and_the_launcher_die
     assert job.remaining_processes() == []
 
 
+@pytest.mark.extended
 def test_ranks_end_when_launch_itself_is_killed(job: Launch) -> None:
     process = job.start("stubborn")
     job.wait_for(Path(f"{job.seen}.ready"), 2)
@@ -152,6 +155,7 @@ def test_ranks_end_when_launch_itself_is_killed(job: Launch) -> None:
     assert alive == []
 
 
+@pytest.mark.extended
 def test_a_crash_is_restarted_and_resumes(job: Launch) -> None:
     code, errors = job.run("crash once", "--max-restarts", "1")
     assert code == 0, errors
@@ -160,6 +164,7 @@ def test_a_crash_is_restarted_and_resumes(job: Launch) -> None:
     assert job.run("crash once")[0] == 128 + signal.SIGABRT
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("given", "options", "starts"),
     [

@@ -78,6 +78,7 @@ def test_the_state_of_the_schedule_is_plain(tmp_path: Path) -> None:
     assert restored.get_last_lr() == schedule.get_last_lr() != [0.0, 0.0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("arguments", OWN[:3])
 def test_the_logged_rates_are_those_of_transformers(arguments: dict[str, Any], tmp_path: Path) -> None:
     def script(library: Library) -> list[dict[str, Any]]:

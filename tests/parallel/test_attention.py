@@ -69,6 +69,7 @@ def cases(cp: int, sp: int) -> dict[tuple[Any, ...], float]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("cp", "sp"), LAYOUTS)
 def test_attention_over_a_sharded_sequence_is_that_of_one_process(cp: int, sp: int) -> None:
     for answer in pool(cp * sp).run(cases, cp, sp):

@@ -191,6 +191,7 @@ def collate(rows: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": new([LENGTHS[row] for row in rows])}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_send_it_without_making_it(start: str, made: list[DeferredMask]) -> None:
     context = multiprocessing.get_context(start)
@@ -221,6 +222,7 @@ def between_ranks() -> tuple[list[str], list[int]]:
 broadcast = dist.broadcast
 
 
+@pytest.mark.extended
 def test_ranks_of_a_replica_send_it_in_one_small_message() -> None:
     for events, lengths in pool(2).run(between_ranks):
         assert events == ["message", "DocumentMask"] and lengths == [16] * 1024

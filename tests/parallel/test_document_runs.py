@@ -94,6 +94,7 @@ def differences(runs: DocumentRuns, dense: Dense) -> list[str]:
     return found if torch.equal(runs.valid_at(tokens), valid) else [*found, "valid"]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_are_what_the_tokens_say(kind: str, padding: str) -> None:

@@ -64,6 +64,7 @@ def drawn(world: int, number: int) -> list[Case]:
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("world", "number"), [(1, 40), (2, 40), (4, 24), (8, 8)])
 def test_random_cases_match_the_definition(world: int, number: int) -> None:
     some = drawn(world, number)
@@ -71,6 +72,7 @@ def test_random_cases_match_the_definition(world: int, number: int) -> None:
     assert failing_cases(some) == []
 
 
+@pytest.mark.cases(1, "2", "4")
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_feature_matches_the_definition(world: int) -> None:
     """What must work whatever hypothesis draws."""

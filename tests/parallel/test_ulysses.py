@@ -89,6 +89,7 @@ def exchange_case(queries: int, keys: int, value_dim: int, transposed: bool) -> 
     }
 
 
+@pytest.mark.cases(11, rest="extended")
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize(("queries", "keys"), HEADS)
 def test_ranks_exchange_heads_for_tokens_and_back(sp: int, queries: int, keys: int) -> None:

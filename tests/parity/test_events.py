@@ -49,6 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_events_and_their_arguments(name: str, tmp_path: Path) -> None:
     def script(library: Library) -> Any:
@@ -81,6 +82,7 @@ CONTROLLED = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_callbacks_that_set_the_control(name: str, tmp_path: Path) -> None:
     where, switch, at = CONTROLLED[name]

@@ -21,6 +21,7 @@ SAVING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", SAVING)
 def test_checkpoints(name: str, tmp_path: Path) -> None:
     """Which checkpoints there are, and what their trainer_state.json says."""
@@ -77,6 +78,8 @@ def test_saved_weights_load_in_transformers(tmp_path: Path) -> None:
     assert_same(*both(script, tmp_path))
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("step", [2, 5])
 def test_a_resumed_run_equals_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
     """Stopped at ``step`` and resumed: the same history and weights as transformers' resumed run."""

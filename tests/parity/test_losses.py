@@ -63,6 +63,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str, tmp_path: Path) -> None:
     def script(library: Library) -> Any:
@@ -109,6 +110,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_every_kind(name: str, tmp_path: Path) -> None:
     def script(library: Library) -> Any:

@@ -34,6 +34,7 @@ LENGTHS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_steps_losses_rates_and_weights(name: str, tmp_path: Path) -> None:
     samples, changes = LENGTHS[name]
@@ -57,6 +58,7 @@ WHEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", WHEN)
 def test_logs_have_the_same_steps(name: str, tmp_path: Path) -> None:
     """The mean of a logging window, evaluations between, and the entries of the history in their order."""

@@ -54,6 +54,7 @@ def reference(family: str) -> Trajectory:
 STAGE_3 = ("tied llama with 3 heads", "llama with 1 key-value head", "qwen3", "opt with 3 heads", "t5")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("family", "stage"), [*((name, 0) for name in FAMILIES), *((name, 3) for name in STAGE_3)])
 def test_trajectory_is_that_of_one_process(family: str, stage: int, tmp_path: Any) -> None:
     job = partial(
@@ -99,6 +100,7 @@ def with_lora() -> Any:
     return model
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_lora_is_partitioned_with_its_layer(stage: int, tmp_path: Any) -> None:
     job = partial(

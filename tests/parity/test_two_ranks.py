@@ -32,6 +32,7 @@ def ours(directory: str, changes: dict[str, Any]) -> Any:
     return report
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_train_like_one_process(name: str, tmp_path: Path) -> None:
     import transformers

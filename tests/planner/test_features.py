@@ -42,6 +42,7 @@ def test_arguments_have_the_features() -> None:
     assert run.describe().endswith("activation checkpointing, chunked loss, tiled MLP, offload activations")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("all_features")
 @pytest.mark.parametrize(("cluster", "length", "batch"), [(ONE, 98304, 2), (NODE, 32768, 16)])
 def test_a_feature_is_tried_only_where_fewer_do_not_fit(cluster: Cluster, length: int, batch: int) -> None:

@@ -100,6 +100,7 @@ def weights_of(model: nn.Module) -> Weights:
     return Weights(sum(p.numel() for p in rest), sum(p.numel() for p in rest if p.requires_grad))
 
 
+@pytest.mark.cases(22, rest="extended")
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_operations_as_torch_counts(name: str) -> None:
     model = build(name)
@@ -165,6 +166,7 @@ def without_gate(model: nn.Module) -> Transformer:
     return replace(found, stacks=(replace(found.stacks[0], mlp_matrices=2),))
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_that_is_named(family: str) -> None:
     model = of_family(family)

@@ -66,6 +66,7 @@ def build(family: str) -> Any:
     return model.eval()
 
 
+@pytest.mark.cases(12, rest="extended")
 @pytest.mark.parametrize("family", CASES)
 def test_as_many_operations_as_torch_counts(family: str) -> None:
     model = build(family)

@@ -63,6 +63,7 @@ def on_meta(family: str, class_name: str, **values: Any) -> Any:
         return getattr(transformers, class_name)(config)
 
 
+@pytest.mark.cases(11, rest="extended")
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_of_the_module(name: str) -> None:
     family, class_name, kind, published = MODELS[name]

@@ -158,6 +158,7 @@ def rehearsed_with_header(path: str, headers: str) -> DryRun | str:
     return rehearsed(path, 64, "cuda")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_error_is_that_of_the_real_start(name: str, tmp_path: Path) -> None:
     mistake = MISTAKES[name]
@@ -197,6 +198,7 @@ WORLD = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", WORLD)
 def test_a_mistake_that_only_many_ranks_show(name: str, tmp_path: Path) -> None:
     values, parts = WORLD[name]
@@ -205,6 +207,7 @@ def test_a_mistake_that_only_many_ranks_show(name: str, tmp_path: Path) -> None:
     assert all(part in found for part in parts), found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [8, 64, 1024, 4096])
 def test_a_good_run_passes(ranks: int, stage: int, tmp_path: Path) -> None:
@@ -219,6 +222,7 @@ def test_a_good_run_passes(ranks: int, stage: int, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("values", "groups"),
     [
@@ -263,6 +267,7 @@ def of_a_70b_model(arguments: dict[str, Any], ranks: int) -> DryRun:
     return dry_run_of_model({"model_type": "llama", **sizes, **heads}, arguments, 4096, ranks, 8, "cuda")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -307,6 +312,7 @@ def sizes_of_a_real_engine(path: str) -> tuple[int, int, int, int]:
     return weights, updated_elements(trainer.engine), trainer.state.max_steps, trainer.get_total_train_batch_size()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "bf16", "tp"),
     [*product((1, 2, 3), (False, True), (1, 2)), (0, False, 1), (0, False, 2), (0, True, 1)],

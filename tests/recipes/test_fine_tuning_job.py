@@ -74,6 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.extended
 def test_a_run_from_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = job_of(load_recipe("r.yaml")).run()
     assert json.loads(json.dumps(results)) == json.loads((folder / "out" / "results.json").read_text())

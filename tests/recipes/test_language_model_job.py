@@ -102,6 +102,7 @@ def one_process(folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.extended
 def test_the_output_directory_is_complete(folder: Path, one_process: subprocess.CompletedProcess[str]) -> None:
     names = {path.name for path in (folder / "out").iterdir()}
     wanted = {"results.json", "metrics.jsonl", "loss.svg", "trainer_state.json", "ds_config.json", "config.json"}
@@ -121,6 +122,7 @@ def prepared(recipe: Recipe) -> LanguageModelJob:
     return job
 
 
+@pytest.mark.extended
 def test_bits_per_byte_are_exact(folder: Path, one_process: subprocess.CompletedProcess[str]) -> None:
     evaluation = read_results(folder / "out")["evaluation"]
     recipe = load_recipe(folder / "r.yaml", [f"--data.train={folder / 'corpus'}"])
@@ -155,6 +157,7 @@ def test_the_report_is_printed(folder: Path, one_process: subprocess.CompletedPr
     assert evaluated and seconds["evaluate"] >= sum(evaluated)  # also those during the training
 
 
+@pytest.mark.extended
 def test_two_ranks_continue_from_the_saved_model_with_zero_3(
     folder: Path, one_process: subprocess.CompletedProcess[str]
 ) -> None:
@@ -184,6 +187,7 @@ def test_two_ranks_continue_from_the_saved_model_with_zero_3(
     )
 
 
+@pytest.mark.extended
 def test_a_diverged_run_fails(folder: Path) -> None:
     words = ["--arguments.output_dir", "out3", "--arguments.learning_rate", "1e30", "--arguments.max_grad_norm", "0"]
     done = start(folder, ["-m"], *words, "--arguments.max_steps", "5", "--report.sample_tokens", "0")

@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_recipe_trains_in_small(name: str, folder: Path) -> None:
     results = train_in_small(name, folder, SMALL[name], ranks=1)

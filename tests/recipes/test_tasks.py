@@ -116,6 +116,7 @@ def check_resume(folder: Path, task: str, data: str, *overrides: str) -> None:
         np.testing.assert_array_equal(values, whole[name])
 
 
+@pytest.mark.extended
 def test_classification_from_a_recipe(folder: Path) -> None:
     check_two_ranks(folder, "classification", "labels.jsonl")
     from transformers import AutoModelForSequenceClassification
@@ -137,6 +138,7 @@ def test_the_samples_of_a_task_are_prepared_before_a_run(folder: Path, capsys: p
     assert files[0] == files[1]
 
 
+@pytest.mark.extended
 def test_a_dry_run_of_a_task(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = recipe(folder, "classification", "labels.jsonl")
     assert main(["train", str(path), "--dry-run", "64", "--arguments.zero_stage=3"]) == 0

@@ -24,6 +24,8 @@ from ds_trainer.utils.exit_codes import FAILED, REQUEUE
 from ds_trainer.utils.ranks import free_port
 from tests.support.models import PlainLanguageModel, RaggedTokens
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 FAILING, LIMIT = 1, 3 * 10**9

@@ -20,6 +20,8 @@ from tests.support import restarted_rank
 from tests.support.pool import pool
 from tests.support.restarts import Outcome, Plan, Run
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 ROOT = Path(__file__).parents[2]
 
 PATIENCE = 25.0  # torchrun kills after 30 seconds who does not end; on a busy machine
@@ -47,6 +49,9 @@ def uninterrupted(directory: Path, plan: Plan) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("story-*.json"))]
 
 
+# Instead of the others: the same test with saves in the background, and tests/checkpoint/protocol/test_crashes.py for
+# all others
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [True, False])
 def test_killed_ranks_are_restarted(in_background: bool, tmp_path: Path) -> None:

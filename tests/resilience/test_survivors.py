@@ -17,6 +17,8 @@ from ds_trainer.utils import distributed, failures, outcomes
 from tests.support.pool import RankFailure, pool
 from tests.support.resuming import make
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 
 class DiesWhileItWrites(TrainerCallback):
     """The checkpoint of step 4 is slow, so that training comes to the next one and waits for it; then: SIGKILL."""

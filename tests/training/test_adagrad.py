@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ds_trainer import Trainer, TrainingArguments
@@ -57,6 +58,7 @@ def plain(model: torch.nn.Module, groups: list[dict[str, Any]]) -> torch.optim.O
     return torch.optim.Adagrad(groups, lr=RATE, lr_decay=0.1)
 
 
+@pytest.mark.extended
 def test_every_stage_trains_like_one_process(tmp_path: Path) -> None:
     wanted = train_plainly(tiny_llama(), make_data(), optimizer=plain, learning_rate=RATE)
     for rank in pool(2).run(at_every_stage, tmp_path, timeout=600):

@@ -25,6 +25,7 @@ def by_weighted_means(make_model: Any) -> Trajectory:
     return train_plainly(make_model(), make_data(), loss=loss, optimizer="sgd", learning_rate=0.3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("shows", "declared"), [(True, None), (False, True), (True, True)])
 def test_a_custom_model_with_an_auxiliary_loss(shows: bool, declared: bool | None, tmp_path: Any) -> None:
     """It shows the term among its outputs, or says that there is one."""
@@ -84,6 +85,7 @@ class WeighsByItself(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("trainer_class", [CallsOurs, CallsOursWithoutTheCount, OwnStep, WeighsByItself])
 def test_hooks_of_a_subclass_weight_the_auxiliary_term(trainer_class: type[Trainer], tmp_path: Any) -> None:
     for found in run(tmp_path, 2, trainer_class=trainer_class, **FOUR):

@@ -171,6 +171,7 @@ def reports(names: list[str], output_dir: str, world: int) -> dict[str, Any]:
     return {name: report(name, output_dir, world) for name in names}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loss_that_unpacks_its_batch_is_that_of_plain_pytorch(world: int, tmp_path: Any) -> None:
     wanted = plain()

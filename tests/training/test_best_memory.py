@@ -90,6 +90,8 @@ def train_and_keep(output_dir: str) -> tuple[float, bool, bool]:
     return train(output_dir, zero_stage=0)
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", [*SHARDED, "whole"])
 def test_the_best_model_is_loaded_in_parts(way: str, tmp_path: Path) -> None:
     """A rank reads shard by shard. If these are kept, the same measurement sees a full copy."""

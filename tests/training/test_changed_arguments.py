@@ -103,6 +103,7 @@ FREE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("arguments", FREE, ids=str)
 def test_other_arguments_may_change(arguments: dict[str, Any], checkpoint: str, tmp_path: Path) -> None:
     trainer = trained(tmp_path, checkpoint, strict_resume=True, **arguments)
@@ -124,6 +125,7 @@ def test_the_length_is_compared_only_if_the_schedule_depends_on_it(tmp_path: Pat
             trainer.engine.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changed",
     [{"learning_rate": 5e-3}, {"lr_scheduler_type": "linear"}, {"warmup_steps": 2}, {"max_steps": 8}],
@@ -226,6 +228,7 @@ def saved_weights(output_dir: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("source", ["checkpoint-6", "exported"])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
 def test_a_run_can_start_from_weights_only(source: str, world: int, stage: int, tmp_path: Path) -> None:

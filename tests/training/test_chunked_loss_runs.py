@@ -88,6 +88,7 @@ def test_a_partitioned_vocabulary_without_gathered_logits(tmp_path: Any) -> None
         assert_equal(found, wanted)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lora_on_the_head(stage: int, tmp_path: Any) -> None:
     arguments = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.0, "zero_stage": 0}
@@ -124,6 +125,7 @@ def test_a_wrong_scale_ends_the_run_before_the_first_step(tmp_path: Any) -> None
         run(case, tmp_path, scale=57 / 56)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trajectory_is_that_of_one_process(name: str, tmp_path: Any) -> None:
     case = LAYOUTS[name]

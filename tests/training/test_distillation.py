@@ -91,6 +91,7 @@ def loss_of(temperature: float, hard: float, reverse: bool) -> DistillationLoss:
     return DistillationLoss(temperature, hard, "reverse_kl" if reverse else "forward_kl")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "ranks", "setting", "chunk"),
     [(3, 2, 0, 4), (2, 2, 2, 0), (1, 2, 1, 4), (0, 1, 0, 4), (0, 2, 0, 0), (3, 2, 1, 0), (3, 1, 2, 4)],

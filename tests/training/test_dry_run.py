@@ -62,6 +62,7 @@ def rehearsed(
         return str(error)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("own_optimizer", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_with_weights_and_ties(stage: int, own_optimizer: bool, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_is_bit_identical(name: str, tmp_path: Path) -> None:
     world, case = CASES[name]
@@ -136,6 +137,7 @@ PIECES = (
 )
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("piece", [None, *PIECES])
 def test_control_every_piece_of_saved_state_is_needed(
     piece: str | None, uninterrupted_run: tuple[Any, str], tmp_path: Path
@@ -212,6 +214,7 @@ def run_with_loader(kind: type[Trainer], output_dir: str, resume: Any, stop_at: 
     return run_record(trainer, batches), read
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stop", [4, 9, 11])
 @pytest.mark.parametrize("kind", [OwnLoader, OwnStatefulLoader, OwnStreamLoader])
 def test_custom_loaders_resume(kind: type[Trainer], stop: int, tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("count", ["all", "non_padding"])
 @pytest.mark.parametrize("name", MODES)
 def test_every_figure_is_that_of_the_data(name: str, count: str, plain: Any, tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def samples_until(step: int) -> int:
     return epochs * SAMPLES + rest * BATCH
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", MODES)
 def test_seconds_and_rates(name: str, tmp_path: Path) -> None:
     world, mode, given = MODES[name]

@@ -75,6 +75,7 @@ def classes() -> list[dict[str, Any]]:
 # -- gradients and movement -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_part_that_is_cut_off_is_named_and_an_unused_head_is_not(
     stage: int, tmp_path: Path, warnings: Callable[[], list[str]]
@@ -91,6 +92,7 @@ def test_rounding_cuts_off(tmp_path: Path, warnings: Callable[[], list[str]]) ->
     assert "encoder (5 tensors)" in found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_tried_changes_nothing(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(name: str) -> tuple[list[float], list[torch.Tensor]]:
@@ -106,6 +108,7 @@ def test_what_is_tried_changes_nothing(stage: int, tmp_path: Path, monkeypatch: 
     assert all(map(torch.equal, with_check[1], without[1]))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_loss_that_runs_a_backward_pass_is_left_alone(
     stage: int, tmp_path: Path, warnings: Callable[[], list[str]]
@@ -212,6 +215,7 @@ def shifted(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "labels": torch.cat([row["input_ids"][1:], row["input_ids"].new_tensor([-100])])}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -258,6 +262,7 @@ def test_a_sum_instead_of_a_mean(tmp_path: Path, warnings: Callable[[], list[str
     assert "max_grad_norm=1 divided it by more than 1,000" in found
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -367,6 +372,7 @@ class SameForAll(Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=4)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [

@@ -154,6 +154,7 @@ KINDS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("kind", "words"), [("untied", "are two tensors"), ("leaked", "are training samples")])
 @pytest.mark.parametrize(("world", "given"), [(1, {}), (2, {"zero_stage": 3, "per_device_train_batch_size": 2})])
 def test_broken_ties_and_leaked_samples(
@@ -172,6 +173,7 @@ HEALTHY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_runs_are_silent(name: str, tmp_path: Path) -> None:
     kind, given = HEALTHY[name]

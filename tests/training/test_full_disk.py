@@ -223,6 +223,7 @@ def hung(disk: str, told: str, policy: str) -> int:
     return int(trainer.state.global_step)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["report", "abort"])
 def test_a_hang_on_a_full_disk_is_in_the_log(policy: str, tmp_path: Path) -> None:
     ranks, told = pool(2), tmp_path / "told"

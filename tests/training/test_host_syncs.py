@@ -130,6 +130,7 @@ BETWEEN_HOSTS = {
 _RECEIVES = ("host collective recv_", "ds_trainer/data/batch_transfer.py _take")  # the other end of "shard"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("world", "stage", "arguments", "allowed"),
     [
@@ -158,6 +159,7 @@ def test_a_step_does_not_wait_for_the_device(
         assert ours(found) == allowed
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_background_save_does_not_wait_for_the_device(world: int, tmp_path: Path) -> None:
     """What belongs to its beginning, at the first of the steps, has passed through the functions that begin it."""
@@ -166,6 +168,7 @@ def test_a_background_save_does_not_wait_for_the_device(world: int, tmp_path: Pa
         assert ours([one for one in found if not any(map(one.passes, begins))]) == {}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("world", "arguments", "allowed"),
     [

@@ -111,6 +111,7 @@ KILLS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", KILLS)
 def test_a_run_killed_during_a_save_resumes(name: str, uninterrupted: list[RunRecord], tmp_path: Path) -> None:
     ranks, (operation, count), newest = KILLS[name]
@@ -120,6 +121,8 @@ def test_a_run_killed_during_a_save_resumes(name: str, uninterrupted: list[RunRe
     resume_and_compare(tmp_path, uninterrupted)
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_killed_at_any_moment_resumes(seed: int, uninterrupted: list[RunRecord], tmp_path: Path) -> None:
     chance = random.Random(seed)
@@ -151,6 +154,7 @@ def roll_back(output_dir: str, seconds: float | None = None) -> tuple[RunRecord,
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seconds", [0.0, 0.03, 0.06, 0.12, 0.25])
 def test_a_run_killed_during_a_rollback_resumes(seconds: float, tmp_path: Path) -> None:
     """It goes wrong at the same step again, or has the checkpoint that follows: the end is that of the unbroken run."""
@@ -236,6 +240,7 @@ def run_disguised(output_dir: str, stop_at: int | None, resume: bool, stage: int
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], message
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_of_an_unknown_optimizer_are_saved_by_deepspeed(stage: int, tmp_path: Path) -> None:
     ((wanted, _), _) = pool(2).run(run_disguised, str(tmp_path / "whole"), None, False, stage)

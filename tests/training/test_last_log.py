@@ -12,6 +12,7 @@ from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from tests.support.models import PlainLanguageModel, RaggedTokens
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("strategy", "logged"), [("steps", [8, 10]), ("no", [])])
 def test_the_last_step_is_logged(strategy: str, logged: list[int], tmp_path: Path) -> None:
     assert logged_steps(tmp_path, 10, logging_strategy=strategy) == logged

@@ -79,6 +79,7 @@ def test_one_process_counts_correctly(of_one_process: dict[str, Any]) -> None:
     assert of_one_process["steps"] == (3, 3, 1.0)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_counts_like_one_process(name: str, of_one_process: dict[str, Any], tmp_path: Path) -> None:
     """Also with label smoothing, whose sums over tokens are sharded too."""

@@ -90,6 +90,7 @@ ALONE = ParallelLayout(1)
 SHARED = [ParallelLayout(2, cp=2), ParallelLayout(2, sp=2), ParallelLayout(4, cp=2, sp=2), ParallelLayout(4, sp=2)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", SHARED, ids=lambda layout: layout.describe())
 def test_states_shrink_with_zero_ranks_and_activations_with_sequence_sharding(
     layout: ParallelLayout, tmp_path: Any

@@ -77,6 +77,7 @@ def check(case: Case, output_dir: Any) -> None:
         assert_equal(found, wanted)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", pairwise_cases(), ids=lambda case: case.name)
 def test_trajectory_is_that_of_one_process(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)
@@ -109,6 +110,7 @@ def case_of(layout: ParallelLayout, stage: int, **values: Any) -> Case:
     return Case(layout, stage, **{**rest, **values})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("layout", "stage"),
     [(SHARDED_LAYOUT, 0), (SHARDED_LAYOUT, 3), (PARTITIONED_AND_SHARDED, 2), (ALL_AXES, 3)],
@@ -122,6 +124,7 @@ def test_recomputation(layout: ParallelLayout, stage: int, reentrant: bool, tmp_
         assert_equal(found, reference("grouped_query", "packed", "adamw", CLIP))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("layout", "stage"),
     [(SHARDED_LAYOUT, 1), (PARTITIONED_AND_SHARDED, 2), (ALL_AXES, 3)],
@@ -139,6 +142,7 @@ def with_adapters() -> torch.nn.Module:
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "stage"), [(SHARDED_LAYOUT, 0), (SHARDED_LAYOUT, 3), (ParallelLayout(4, sp=2), 2)])
 def test_adapters(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
     """LoRA: most weights are frozen. (Partitioned by tensor parallelism: tests/parity/test_tensor_families.py.)"""
@@ -153,6 +157,7 @@ def test_adapters(layout: ParallelLayout, stage: int, tmp_path: Any) -> None:
 BF16_TOLERANCE = 0.01
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("layout", "stage"),
     [(SHARDED_LAYOUT, 1), (SHARDED_LAYOUT, 3), (PARTITIONED_AND_SHARDED, 1), (ALL_AXES, 3)],
@@ -213,6 +218,7 @@ class ForgetsTheContextGroup(Trainer):
                 module.set_deepspeed_groups, module.verify_engine_topology = kept
 
 
+@pytest.mark.extended
 def test_a_dropped_group_is_rejected_and_would_be_wrong(tmp_path: Any) -> None:
     case = case_of(SHARDED_LAYOUT, 1, optimizer="sgd", clip=0.0)
     with pytest.raises(RankFailure, match="DeepSpeed's seq_data_parallel ranks:"):

@@ -80,6 +80,7 @@ def ours(output_dir: Path, name: str, world: int, **changes: Any) -> list[Trajec
     return pool(world).run(job)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", SHAPES + SWAPS)
 def test_stage_0_trains_like_one_process(name: str, tmp_path: Path) -> None:
     """Stage 0 is chosen by itself, since these need whole tensors."""
@@ -87,6 +88,7 @@ def test_stage_0_trains_like_one_process(name: str, tmp_path: Path) -> None:
         assert_equal(found, reference(name), 2e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "stage"), ELEMENTS)
 def test_every_stage_trains_like_one_process(name: str, stage: int, tmp_path: Path) -> None:
     for found in ours(tmp_path, name, 2, zero_stage=stage):
@@ -127,6 +129,7 @@ def test_the_optimizer_can_be_offloaded(tmp_path: Path) -> None:
         assert_equal(found, reference("ademamix"), 2e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_eight_bit_states_are_close_at_every_stage(name: str, tmp_path: Path) -> None:
     """ZeRO's flat shards are quantized in other blocks, and small tensors and embeddings with the rest."""
@@ -145,6 +148,7 @@ class HandedIn(Trainer):
         return self.optimizer
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["adafactor", "stable_adamw", "grokadamw"])
 def test_control_zero_would_give_other_losses(name: str, tmp_path: Path) -> None:
     for found in ours(tmp_path, name, 2, zero_stage=1, trainer_class=HandedIn):
@@ -197,6 +201,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "stage", "changes"), RESUMED)
 def test_a_resumed_run_is_the_same(name: str, stage: int, changes: dict[str, Any], tmp_path: Path) -> None:
     arguments = {**changes, "zero_stage": stage}

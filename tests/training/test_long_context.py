@@ -123,6 +123,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_trajectory_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     world, values = RUNS[name]

@@ -40,6 +40,9 @@ def counted(output_dir: str, resume: bool | None = None, **arguments: Any) -> tu
     return record, data.read, psutil.Process().memory_info().rss - before
 
 
+# Instead of the others: the same test, shuffled
+@pytest.mark.cases(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["random", "sequential"])
 def test_a_billion_samples_train_and_resume(strategy: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"train_sampling_strategy": strategy, "save_steps": 4}

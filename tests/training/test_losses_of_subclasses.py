@@ -59,6 +59,8 @@ def trained(output_dir: str, ranks_from: str, stage: int, **changes: Any) -> tup
     return weights, logged, calls, evaluated
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_loss_that_is_scaled_for_an_average_over_ranks_gives_the_exact_gradient(stage: int, tmp_path: Path) -> None:
     (wanted_weights, wanted_losses, _, wanted_evaluation), _ = pool(2).run(

@@ -96,6 +96,7 @@ def job(case: str, tmp_path: Any, **arguments: Any) -> Any:
     return partial(train_and_report, TwoTowers, data, str(tmp_path), collator=collate, **{**values, **arguments})
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("stage", "case"),
     [*product((0, 1, 2), IMAGE_ROWS), *product((3,), ("nowhere", "everywhere", "in some micro-batches"))],
@@ -110,6 +111,7 @@ def test_mixed_batches_train_like_one_process(stage: int, case: str, tmp_path: A
 FLOAT32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("arguments", "case"),
     [
@@ -175,6 +177,7 @@ def results_of_ranks(case: str, directory: Path, **arguments: Any) -> list[Any]:
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("case", "step", "threshold"),
     [
@@ -238,6 +241,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "kind"), [(0, "plain"), (1, "plain"), (2, "plain"), *product((3,), MODELS)])
 def test_experts_with_tokens_on_one_rank_only(stage: int, kind: str, tmp_path: Any) -> None:
     settings: dict[str, Any] = {}
@@ -295,6 +299,7 @@ def agreements_per_step(case: str, directory: str, checkpointing: bool = False, 
 ALTERNATING = [row for row in range(SAMPLES) if row % 8 < 4]  # in the order of the data: every other micro-batch
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("evaluations", [False, True])
 def test_ranks_need_no_agreement_on_known_module_paths(evaluations: bool, tmp_path: Any) -> None:
     for counts in pool(2).run(agreements_per_step, "everywhere", str(tmp_path), False, evaluations):

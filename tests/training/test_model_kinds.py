@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Without accumulation: there the reference trusts a signature, and doubles a loss that ignores the count."""

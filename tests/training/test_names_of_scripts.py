@@ -159,12 +159,14 @@ def collisions(way: str, run: Callable[[type], Any], base: type = Trainer) -> di
     return among(names() if base is Trainer else tuple(name for name in names() if name != "teacher"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_may_take_any_name(way: str, tmp_path: Path) -> None:
     assert len(names()) > 800
     assert collisions(way, partial(trained, tmp_path)) == {}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["after the constructor", "methods"])
 @pytest.mark.parametrize("kind", [Seq2SeqTrainer, DistillationTrainer])
 def test_so_does_a_script_for_the_other_trainers(kind: type, way: str, tmp_path: Path) -> None:
@@ -176,6 +178,7 @@ def on_two_ranks(folder: str, way: str, **values: Any) -> dict[str, str]:
     return collisions(way, partial(trained, folder, **values))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "values",
     [

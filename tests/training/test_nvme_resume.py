@@ -60,6 +60,8 @@ def run(output_dir: Path, extensions: str | None, resume: str | None = None, **c
     return found
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "embedding frozen"])
 def test_nvme_states_resume_on_nvme_and_in_memory(extensions: str, frozen: bool, tmp_path: Path) -> None:
     """From the disk to the disk, from the disk into memory, from memory to the disk."""

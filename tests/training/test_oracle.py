@@ -56,6 +56,7 @@ def check(world: int, stage: int, accumulation: int, optimizer: str, clip: float
         assert_equal(found, wanted)
 
 
+@pytest.mark.cases(2, "2-0-2-adamw-0.7", "2-2-2-sgd-0.7")
 @pytest.mark.parametrize(("world", "stage", "accumulation", "optimizer", "clip"), CHOSEN)
 def test_trajectory_is_that_of_one_process(
     world: int, stage: int, accumulation: int, optimizer: str, clip: float, tmp_path: Any
@@ -74,6 +75,7 @@ def test_whole_matrix(any_case: tuple[Any, ...], tmp_path: Any) -> None:
     check(*any_case, tmp_path)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_world_of_eight(stage: int, tmp_path: Any) -> None:
     arguments = {**OPTIMIZERS["adamw"], **sizes(8, 2), "max_grad_norm": CLIP, "zero_stage": stage}
@@ -124,6 +126,7 @@ def test_control_a_wrong_normalizer_is_detected(tmp_path: Any) -> None:
 BF16_TOLERANCE = {0: 0.02, 1: 0.01, 2: 0.01, 3: 0.01}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_agrees_with_a_bf16_reference(stage: int, tmp_path: Any) -> None:
     """bf16 micro_steps to 3 significant digits; stage 0 keeps gradients in bf16 while it sums them over ranks."""
@@ -137,6 +140,7 @@ def test_bf16_agrees_with_a_bf16_reference(stage: int, tmp_path: Any) -> None:
         assert differences["weights"] < 5 * BF16_TOLERANCE[stage], differences
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_torch_autocast_agrees_with_autocast_in_one_process(stage: int, tmp_path: Any) -> None:
     wanted = train_plainly(tiny_llama(), make_data(), learning_rate=2e-3, autocast=True)
@@ -148,6 +152,7 @@ def test_torch_autocast_agrees_with_autocast_in_one_process(stage: int, tmp_path
         assert differences["weights"] < 0.02, differences
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizer_offload_is_exact(stage: int, tmp_path: Any) -> None:
     arguments = {**OPTIMIZERS["adamw"], **sizes(2, 2), "max_grad_norm": CLIP, "zero_stage": stage}

@@ -150,6 +150,7 @@ def ours(case: str, output_dir: str, stages: tuple[int, ...], micro_batch: int) 
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_an_overridden_method_has_the_effect_that_it_has_in_transformers(case: str, tmp_path: Any) -> None:
     wanted, wanted_logs = pool(1).run(theirs, case, str(tmp_path / "theirs"))[0]

@@ -279,6 +279,7 @@ def ours(shape: str, output_dir: str, stages: tuple[int, ...], world: int) -> di
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "Adversarial"])
 def test_a_step_of_this_shape_gives_the_weights_of_transformers(shape: str, tmp_path: Any) -> None:
     (wanted, wanted_losses) = pool(1).run(theirs, shape, str(tmp_path / "theirs"))[0]
@@ -354,6 +355,7 @@ ALONE = {cls.__name__: cls for cls in (Scaled, Clipped, Cleared, SecondOptimizer
 SHAPES.update(ALONE)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shape", ALONE)
 def test_gradients_in_a_step_are_those_of_one_process_or_refused(shape: str, tmp_path: Any) -> None:
     (wanted, losses) = pool(1).run(theirs, shape, str(tmp_path / "theirs"))[0]

@@ -141,6 +141,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_encoders_train_like_the_samples_alone(layout: str, tmp_path: Path) -> None:
     name, world, values = LAYOUTS[layout]
@@ -160,6 +161,7 @@ def train_short(output_dir: str, **values: Any) -> Trajectory:
     return train_and_report(bert, partial(Short, SAMPLES), output_dir, **arguments(**values))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axis", ["context_parallel_size", "sequence_parallel_size"])
 def test_packed_encoders_train_with_sharded_sequences(axis: str, tmp_path: Path) -> None:
     (whole,) = pool(1).run(partial(train_short, str(tmp_path / "whole")))
@@ -185,6 +187,7 @@ def test_negative_control_samples_in_one_row_are_not_alone() -> None:
     assert relative(mixed.losses, reference(NAMES[0]).losses) > 1e-4
 
 
+@pytest.mark.extended
 def test_sixteen_bits_and_compiled_blocks(tmp_path: Path) -> None:
     ((found, made, _),) = pool(1).run(partial(train, bert, str(tmp_path), **arguments(bf16=True)))
     assert not made and relative(found.losses, reference(NAMES[0]).losses) < 2e-2

@@ -89,6 +89,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_like_the_samples_alone(layout: str, tmp_path: Path) -> None:
     world, values = LAYOUTS[layout]

@@ -305,6 +305,7 @@ class SavesAll(Trainer):
             torch.save({"weights": weights}, Path(output_dir) / "own.pt")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "keyword"), [(0, "_save"), (3, "_save"), (2, "save_model")])
 def test_checkpoints_have_what_an_override_saves_and_resume(stage: int, keyword: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file

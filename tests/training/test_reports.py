@@ -61,6 +61,7 @@ def _interleaved_streams() -> Any:
     return mixed.shuffle(seed=5, buffer_size=4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("make", [_short_stream, _interleaved_streams])
 def test_a_stream_continues_where_it_was(make: Callable[[], Any], tmp_path: Path) -> None:
     values = dict(max_steps=20, per_device_train_batch_size=1, save_strategy="steps", save_steps=13)
@@ -204,6 +205,7 @@ class _RatesByName(Trainer):
         return cls, {**keywords, "optimizer_dict": groups}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
 def test_groups_of_an_overridden_optimizer_method(world: int, stage: int, tmp_path: Path) -> None:
     """huggingface/sentence-transformers: ``learning_rate_mapping`` and weights of losses (#2872)."""
@@ -287,6 +289,7 @@ def _resumed(output_dir: str, model: Callable[[], Any], stage: int, batch: int) 
     return _numbers(trainer), _numbers(again)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("model", [_Shared, _Empty])
 def test_shared_and_empty_tensors(model: Callable[[], Any], stage: int, tmp_path: Path) -> None:

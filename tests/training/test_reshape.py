@@ -82,6 +82,7 @@ def unbroken(layout: str, base: Path) -> Any:
     return ranks.run(partial(run, layout, str(base / layout), **saving))[0][0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [pytest.param(*pair, marks=[] if pair in CHOSEN else pytest.mark.matrix) for pair in PAIRS],
@@ -131,6 +132,7 @@ def rows_of(batches: list[list[int]]) -> list[tuple[int, ...]]:
     return [tuple(batch[start : start + length]) for batch in batches for start in range(0, len(batch), length)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("old", "before", "new", "now"),
     [

@@ -61,6 +61,7 @@ LAYOUTS = [(2, {"context_parallel_size": 2}), (2, {"sequence_parallel_size": 2})
 LAYOUTS += [(4, {"context_parallel_size": 2, "sequence_parallel_size": 2}), (4, {"sequence_parallel_size": 2})]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("make_model", [longrope, dynamic])
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=["cp2", "sp2", "cp2 sp2", "dp2 sp2"])
 def test_shards_are_rotated_as_the_whole_sequence(

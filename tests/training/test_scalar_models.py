@@ -105,6 +105,7 @@ def train_contrastive(model: str, output_dir: str, **arguments: Any) -> Trajecto
     return train_and_report(MAKE[model], partial(pairs, 32), output_dir, collator=collate_pairs, **values)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("model", "world", "arguments"), CONTRASTIVE)
 def test_contrastive_models(model: str, world: int, arguments: dict[str, Any], tmp_path: Path) -> None:
     micro = BATCH * arguments.get("tensor_parallel_size", 1) // world
@@ -148,6 +149,7 @@ def save_clip(output_dir: str, stage: int) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_transformers_loads_what_was_saved(stage: int, tmp_path: Path) -> None:
     from transformers import CLIPModel
@@ -183,6 +185,7 @@ def language_reference() -> Trajectory:
     )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("world", "stage", "axes"), AXES)
 def test_a_language_model_in_every_layout(world: int, stage: int, axes: dict[str, int], tmp_path: Path) -> None:
     replicas = world
@@ -239,6 +242,7 @@ def go_back(output_dir: str, stage: int, bad: bool) -> Trajectory:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_run_with_scalar_parameters_rolls_back(stage: int, tmp_path: Path) -> None:
     found = pool(2).run(partial(go_back, str(tmp_path / "bad"), stage, True))

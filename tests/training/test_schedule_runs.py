@@ -88,6 +88,7 @@ def reference(output_dir: str, name: str) -> list[float]:
     return logged(trainer)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_logged_rates_are_those_of_transformers_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     (wanted,) = pool(1).run(reference, str(tmp_path / "theirs"), name)
@@ -108,6 +109,7 @@ class Stopped(Trainer):
         super().__init__(*args, **kwargs, callbacks=[StopAt()])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
 def test_a_resumed_run_continues_with_the_same_rates(name: str, stage: int, tmp_path: Path) -> None:

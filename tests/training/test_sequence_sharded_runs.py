@@ -84,6 +84,7 @@ class TargetsAtTheStart(RaggedTokens):
         return row
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_without_targets_uses_the_loss_of_the_others(stage: int, tmp_path: Path) -> None:
     data = partial(TargetsAtTheStart, SAMPLES)
@@ -94,6 +95,7 @@ def test_a_rank_without_targets_uses_the_loss_of_the_others(stage: int, tmp_path
         assert max(relative(found.losses, wanted.losses), relative(found.grad_norms, wanted.grad_norms)) < 1e-4
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_smoothed_labels(layout: str, tmp_path: Path) -> None:
     check(layout, tmp_path, wanted=reference(smoothed=True), label_smoothing_factor=FACTOR)
@@ -160,6 +162,7 @@ class ForeignLoader(Trainer):
         return DataLoader(self.train_dataset, size, sampler=sampler, collate_fn=self.data_collator)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["cp2 sp2", "dp2 sp2"])
 @pytest.mark.parametrize("kind", [MeanLoss, WholeStep, WithFunction])
 def test_custom_losses_and_steps(kind: type[Trainer], layout: str, tmp_path: Path) -> None:
@@ -183,6 +186,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter([make_data()[index] for index in order.tolist()])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["cp2", "dp2 sp2"])
 def test_streams(layout: str, tmp_path: Path) -> None:
     job = partial(train_and_report, tiny_llama, Stream, str(tmp_path), **arguments(layout))
@@ -226,6 +230,7 @@ def counts(output_dir: str, **values: Any) -> dict[str, float]:
     }  # type: ignore[dict-item]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["cp2", "dp2 sp2"])
 def test_a_batch_counts_once_for_its_replica(layout: str, tmp_path: Path) -> None:
     whole = {"per_device_train_batch_size": 16, "learning_rate": 2e-3, "max_grad_norm": 0.0}

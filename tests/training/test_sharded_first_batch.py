@@ -123,6 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
 def test_a_beginning_is_compared(packing: bool, layout: str, tmp_path: Path) -> None:

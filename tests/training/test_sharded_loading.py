@@ -89,6 +89,7 @@ def read(layout: ParallelLayout, length: int, count: int, cut: bool, packed: boo
     return {"held": max(held), "to_device": max(to_device)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "a thousand documents"])
 def test_ten_million_tokens(packed: bool) -> None:
     """Whole batches have 16 bytes a token. A rank keeps 24 of each of its own: tokens, targets, positions.
@@ -159,6 +160,7 @@ def held_in_evaluation(length: int, data: Any, output_dir: str, whole: bool = Fa
     return {"loss": trainer.evaluate()["eval_loss"], "held": max(trainer.model.held)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("data", [Rows, Stream])
 def test_ten_million_tokens_in_an_evaluation(data: Any, tmp_path: Path) -> None:
     """The loop reads one batch ahead, and one of a stream reads several: here there are two batches."""
@@ -198,6 +200,8 @@ def trained(cut: list[bool], *arguments: Any, **keywords: Any) -> Any:
     return report, cut
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_on_shards_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     world, sizes = LAYOUTS[name]

@@ -155,6 +155,7 @@ def run(name: str, folder: Any, **more: Any) -> list[Any]:
 EXTENDED = ("alone", "dp2-tiles", "sp2-tiles")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.extended if name in EXTENDED else ()) for name in LAYOUTS]
 )
@@ -163,6 +164,7 @@ def test_losses_are_those_of_each_source_alone(layout: str, tmp_path: Path) -> N
         assert difference(logs, metrics) < 2e-5
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "layout", ["alone", "dp2-tiles", *(pytest.param(name, marks=pytest.mark.extended) for name in ("cp2", "tp2"))]
 )
@@ -177,6 +179,7 @@ def test_packed_rows(layout: str, tmp_path: Path) -> None:
         assert differences([by_source(logs[0]), by_source(metrics, "eval_loss/")], [alone, alone]) < 1e-5
 
 
+@pytest.mark.extended
 def test_nothing_else_changes(tmp_path: Path) -> None:
     """The weights are the same bits as without losses per source."""
     for layout in ("accumulation", "tiles"):

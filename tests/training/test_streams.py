@@ -63,6 +63,7 @@ def arguments(world: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     return {"learning_rate": 2e-3, "max_grad_norm": 0.0, "max_steps": STEPS, **sizes, **more}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("world", "accumulation", "stage", "workers"),
     [(1, 1, 0, 0), (1, 4, 0, 2), (2, 1, 0, 0), (2, 2, 3, 0), (2, 4, 2, 2), (4, 2, 0, 0)],
@@ -222,6 +223,8 @@ def test_epochs_are_those_of_transformers(tmp_path: Path) -> None:
     assert ours.epochs == pytest.approx(expected.epochs)
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_stream_run_resumes_where_it_stopped(stop: int, tmp_path: Path) -> None:
     uninterrupted = Trainer(tiny_llama(), make_args(tmp_path / "whole"), train_dataset=Stream())

@@ -42,6 +42,8 @@ def keras_runs() -> dict[str, Any]:
 EXACT = ["world 1 stage 0", "world 1 stage 1 accumulated", "world 2 stage 0", "world 2 stage 2", "world 2 stage 3"]
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", EXACT)
 def test_losses_are_those_of_a_torch_loop_over_the_same_model(case: str, keras_runs: dict[str, Any]) -> None:
     """Loss with regularisation, gradient norms, and every weight under its Keras name; the ragged batch too."""
@@ -55,6 +57,7 @@ def test_losses_are_those_of_a_torch_loop_over_the_same_model(case: str, keras_r
         assert found["eval"] == pytest.approx(keras_runs[EXACT[0]][0]["eval"], rel=1e-5)
 
 
+@pytest.mark.extended
 def test_bfloat16_is_close(keras_runs: dict[str, Any]) -> None:
     (wanted,), (found,) = keras_runs["oracle"], keras_runs["world 1 bf16"]
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-2)
@@ -95,6 +98,7 @@ print([name for name, _ in module.named_parameters()])
 """
 
 
+@pytest.mark.extended
 def test_a_raw_keras_model_is_rejected() -> None:
     if importlib.util.find_spec("keras") is None:
         pytest.skip("keras is not installed")

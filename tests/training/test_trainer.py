@@ -236,6 +236,7 @@ def train_twice(output_dir: str, stage: int) -> tuple[Any, Any]:
     return first, compatibility_of(trainer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_training_again_continues_from_the_weights(stage: int, tmp_path: Path) -> None:
     """Save and evaluate before training, train, train again: a second engine over the first one's weights."""
@@ -259,6 +260,7 @@ def evaluate_everywhere(output_dir: str, make_model: Any, make_data: Any, stage:
     return trainer.evaluate()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("train", [False, True], ids=["untrained", "trained"])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (4, 3)])
 def test_evaluation_loss_is_the_exact_token_mean(world: int, stage: int, train: bool, tmp_path: Path) -> None:
@@ -290,6 +292,7 @@ def test_evaluation_of_several_sets_and_of_samples(tmp_path: Path) -> None:
 # -- records and callbacks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_records_in_the_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = RaggedTokens(40)
     trainer = Trainer(tiny_llama(), arguments(tmp_path, zero_stage=1), train_dataset=data, eval_dataset=data)

@@ -128,6 +128,7 @@ def assert_equal(found: Any, wanted: Any, tolerance: float = 2e-6) -> None:
         torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.cases(14, rest="extended")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_passes_over_them(optimizer: str, stage: int, tmp_path: Path) -> None:
@@ -135,6 +136,7 @@ def test_every_optimizer_passes_over_them(optimizer: str, stage: int, tmp_path: 
     assert_equal(found, plainly("in turn", optimizer))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", ["late", "in one micro-batch"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 2), (2, 1), (2, 2), (4, 1)])

@@ -106,12 +106,14 @@ def assert_equal(found: Trajectory, wanted: Trajectory) -> None:
         )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_without_images_agrees_with_one_process(family: str, tmp_path: Path) -> None:
     for found in run(family, 3, 2, tmp_path):
         assert_equal(found, reference(family, 2))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_stage_agrees_with_one_process(stage: int, tmp_path: Path) -> None:
     for found in run("llava", stage, 1, tmp_path):

@@ -179,6 +179,7 @@ def ours(
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_callback_writes_stays(case: str, tmp_path: Any) -> None:
     wanted, wanted_losses = pool(1).run(theirs, case, str(tmp_path / "theirs"))[0]
@@ -257,6 +258,7 @@ class Still(Events):
 OFFLOADED = {"offload_optimizer": "cpu", "deepspeed": {"zero_force_ds_cpu_optimizer": False}}
 
 
+@pytest.mark.extended
 def test_masters_follow_weights_that_were_written(tmp_path: Any) -> None:
     cases = [{"zero_stage": stage, "bf16": bf16} for stage in (0, 1, 2, 3) for bf16 in (False, True)]
     cases += [{"zero_stage": stage, "bf16": True, **OFFLOADED} for stage in (2, 3)]
@@ -366,6 +368,7 @@ def written(output_dir: str, saves: Any, settings: list[dict[str, Any]]) -> list
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("saves", [WritesStateDict, WritesWhole, WritesGiven, OfCallback])
 def test_a_script_writes_no_empty_file(saves: Any, tmp_path: Any) -> None:
     (*lower, small, large) = pool(2).run(

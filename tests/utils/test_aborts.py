@@ -48,6 +48,9 @@ RANK = """
 """
 
 
+# Instead of the others: the same test with an abort that hangs
+@pytest.mark.cases("hangs-could not abort its process group: the abort did not end within 2 s")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("how", "message"),
     [

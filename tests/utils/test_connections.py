@@ -64,6 +64,7 @@ def sockets_of_groups(lazy: str) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ranks_connect_at_their_first_exchange(world: int) -> None:
     for whole, half in pool(world).run(sockets_of_groups, "1"):
@@ -150,6 +151,7 @@ def run(script: str, world: int) -> list[str]:
             rank.kill()
 
 
+@pytest.mark.extended
 def test_later_connections_are_closed_too() -> None:
     first, second, third = run(RANK, 3)
     assert int(second.split()[1]) >= 2
@@ -157,6 +159,7 @@ def test_later_connections_are_closed_too() -> None:
         assert output.startswith("awake") and float(output.split()[1]) < 10
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_before_the_first_exchange_causes_no_hang() -> None:
     first, _ = run(DIES, 2)
     assert first.startswith("failed") and float(first.split()[1]) < 20

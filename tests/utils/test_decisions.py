@@ -183,6 +183,7 @@ def patient_exchanges(beside_nccl: bool) -> list[Any]:
         set_collective_limit(usual)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("beside_nccl", [False, True])
 def test_exchanges_after_work_on_a_disk_have_no_time_limit(beside_nccl: bool) -> None:
     first, second = pool(2).run(patient_exchanges, beside_nccl)

@@ -153,6 +153,8 @@ def process(variables: dict[str, str], visible: int) -> dict[str, Any]:
     return dict(json.loads(completed.stdout.splitlines()[-1]))
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
 def test_a_rank_selects_its_gpu_and_keeps_its_local_rank(launcher: Any, visible: int, index: int) -> None:
@@ -164,6 +166,7 @@ def test_a_rank_selects_its_gpu_and_keeps_its_local_rank(launcher: Any, visible:
     assert found["deepspeed"] == [index, str(index)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("launcher", [srun, mpirun, torchrun])
 def test_too_few_gpus_are_an_error_before_anything_changes(launcher: Any) -> None:
     found = process(launcher(0), 2)
@@ -205,6 +208,7 @@ def checked(uuids: list[str]) -> tuple[list[str | None], list[int]]:
     return said, [store.calls for store in stores]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 def test_ranks_with_distinct_gpus_pass(ranks: int) -> None:
     said, calls = checked([f"GPU-{rank}" for rank in range(ranks)])
@@ -298,6 +302,7 @@ def started(uuids: list[str]) -> list[dict[str, str]]:
             rank.kill()
 
 
+@pytest.mark.extended
 def test_the_process_group_is_bound_to_the_only_visible_gpu() -> None:
     for rank, made in enumerate(started(["GPU-0", "GPU-1"])):
         wanted = {"backend": "nccl", "device_id": "cuda:0", "rank": str(rank), "world_size": "2", "timeout": "0:01:00"}

@@ -147,6 +147,11 @@ def left_over(tmp_path: Path) -> list[str]:
     return lines
 
 
+# Instead of the others: the same test under torchrun and ds-trainer launch, with a failing loss and a failing
+# dataset; failing callbacks: the other tests of the file; the same test under ds-trainer launch, and
+# test_ranks_without_a_launcher_end with a failing dataset
+@pytest.mark.cases("launch-loss-0-1")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("launcher", "where", "stage", "failing_rank"),
     [
@@ -208,6 +213,8 @@ def run_in_pool(where: str, stage: int, output_dir: str) -> str:
     return "ended well"
 
 
+# Instead of the others: the same test at ZeRO 3, and at ZeRO 0 with a failing loss
+@pytest.mark.cases("dataset-3")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("where", ["dataset", "callback", "loss"])
 def test_ranks_without_a_launcher_end(where: str, stage: int, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def attempt(store: Any, chance: random.Random, ranks: range = range(WORLD), seco
         return [future.result() for future in waiting]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_attempt_has_a_unique_name(seed: int) -> None:
     """Even after attempts in which the first or the last ranks died before they agreed."""

@@ -45,6 +45,7 @@ class Counting:
         return getattr(self.store, name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 def test_a_vote_is_the_maximum_and_costs_the_same_in_every_world(ranks: int) -> None:
     port, chance = free_port(), random.Random(0)
@@ -197,6 +198,7 @@ def test_ranks_that_can_connect_use_gloo() -> None:
     assert [message for *_, message in found] == [[], []]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["no interface", "silence"])
 def test_ranks_that_cannot_connect_use_the_store_and_warn_once(how: str) -> None:
     found = pool(2).run(connected, how)

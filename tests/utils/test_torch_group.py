@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
@@ -37,6 +39,7 @@ RANK = """
 """
 
 
+@pytest.mark.extended
 def test_restarted_ranks_can_start_a_group_before_the_trainer(tmp_path: Path) -> None:
     """``torchrun --max-restarts=1``: the first attempt dies after ``main_process_first``, the second one succeeds."""
     script = tmp_path / "rank.py"

@@ -53,6 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainingResult,
     return directory, result, found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("curve", "name"),
     [("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("eval/loss", "eval_loss"), ("test/loss", "test_loss")],

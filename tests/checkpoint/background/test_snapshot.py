@@ -188,6 +188,7 @@ def files_while_training(output_dir: str, stage: int, bf16: bool, copy: bool) ->
 CASES = [(0, False), (0, True), (1, False), (1, True), (2, False), (3, False), (3, True)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "bf16"), CASES)
 def test_training_continues_during_the_copy(stage: int, bf16: bool, tmp_path: Path) -> None:
     for files in pool(2).run(files_while_training, str(tmp_path), stage, bf16, True):

@@ -63,6 +63,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_deepspeed_run_resumes_after_conversion(pair: str, tmp_path: Path) -> None:
     (world, stage, tp), (our_world, our_stage, our_tp) = PAIRS[pair]
@@ -87,6 +88,7 @@ def test_control_without_optimizer_states_the_losses_differ(tmp_path: Path) -> N
     assert losses != pytest.approx(wanted, rel=0, abs=1e-3)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "tp"), [(1, 1), (3, 1), (2, 2)])
 def test_a_converted_checkpoint_resumes_in_deepspeed(stage: int, tp: int, tmp_path: Path) -> None:
     """From stage 1 to stage 3 too, which DeepSpeed's own converter does not manage."""

@@ -146,6 +146,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("name", "world", "stage"), CASES)
 def test_a_transformers_run_resumes(name: str, world: int, stage: int, runs: Any, tmp_path: Path) -> None:
     wanted, directory = runs(name)

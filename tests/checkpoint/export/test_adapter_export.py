@@ -106,6 +106,7 @@ def sorted_lists(text: bytes) -> dict[str, Any]:
     return {key: sorted(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=needs_add_adapter if case.startswith("put in") else ()) for case in CASES]
 )

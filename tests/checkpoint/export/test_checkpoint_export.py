@@ -80,6 +80,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_export_is_the_live_save_and_the_single_process_save(layout: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -72,6 +72,7 @@ def exported(output_dir: str) -> int:
     return peak_of(job)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_exporting_half_a_gigabyte_takes_less_memory_than_two_files(tmp_path: Path) -> None:
     ranks = WorkerPool(2)

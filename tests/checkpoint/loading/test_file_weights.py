@@ -41,6 +41,7 @@ def opened(directory: Path, kind: str, model_class: Any = None, **more: Any) -> 
     return open_weights(directory, on_meta(model_class or own_class, config), more.get("key_mapping")), wanted
 
 
+@pytest.mark.cases(15, rest="extended")
 @pytest.mark.parametrize("original", [True, False], ids=["as published", "as in memory"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weights_are_those_of_from_pretrained(kind: str, original: bool, tmp_path: Path) -> None:

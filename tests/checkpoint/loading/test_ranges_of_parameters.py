@@ -136,6 +136,7 @@ def test_only_interleaved_weights_are_computed(cases: dict[str, Case]) -> None:
     assert isinstance(forced["model.layers.1.mlp.experts.gate_up_proj"], WeightConversion)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gpt2", "wav2vec2", "fused", "bin"])
 def test_any_slice_is_read_exactly(kind: str, cases: dict[str, Case]) -> None:
     case = cases[kind]

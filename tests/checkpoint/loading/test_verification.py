@@ -68,12 +68,14 @@ def check(found: list[list[Verification]], layouts: list[dict[str, Any]], tensor
             assert result.masters is (layout["zero_stage"] > 0 or bool(layout.get("bf16"))), layout
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_is_verified_against_the_files(name: str, files: dict[str, Path], tmp_path: Path) -> None:
     job = partial(all_layouts, files[name], str(tmp_path), LAYOUTS[name])
     check(pool(2).run(job), LAYOUTS[name], len(list(loaded(files[name]).parameters())))
 
 
+@pytest.mark.extended
 def test_tensor_and_data_parallel_weights_are_verified(files: dict[str, Path], tmp_path: Path) -> None:
     layouts = [{"zero_stage": stage, "tensor_parallel_size": 2} for stage in (1, 3)]
     found = pool(4).run(partial(all_layouts, files["llama"], str(tmp_path), layouts))
@@ -172,6 +174,7 @@ def changed(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return to
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_wrong_weights_are_detected_and_named(
     stage: int, files: dict[str, Path], changed: Path, tmp_path: Path

@@ -104,6 +104,8 @@ def test_experts_are_sampled_one_by_one_on_any_number_of_ranks() -> None:
         assert {0, math.prod(shape) - 1} <= seen and len(seen) <= 1024 * 6 * 64
 
 
+# Instead of the others: the same test with one rank, and tests/checkpoint/loading/test_range_reader.py
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_verifying_8b_takes_thousands_of_small_reads(ranks: int, tmp_path: Path) -> None:
     model = model_of_8b()

@@ -190,6 +190,7 @@ def crash_points(scenario: str, directory: Path) -> int:
     return count
 
 
+@pytest.mark.cases(1, "another checkpoint-power lost", "the same step again-power lost")
 @pytest.mark.parametrize("power", [False, True], ids=["process killed", "power lost"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_crash_leaves_a_complete_checkpoint(scenario: str, power: bool, quick_path: Path) -> None:
@@ -231,6 +232,7 @@ def test_documented_counts_are_right(quick_path: Path) -> None:
     assert sum(counts.values()) * 2 >= 200
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("broken", ["flush", "flush_file", "order"])
 def test_a_broken_protocol_is_detected(broken: str, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without flushing files or directories, or if renamed too early, some crash loses a checkpoint."""

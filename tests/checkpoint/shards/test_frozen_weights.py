@@ -75,6 +75,7 @@ def inodes(checkpoint: Path) -> list[int]:
     return [path.stat().st_ino for path in frozen_files(checkpoint)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", [True, False])
 @pytest.mark.parametrize(("stage", "in_background"), [(0, True), (3, True), (2, False)])
 def test_frozen_weights_are_written_once(stage: int, in_background: bool, model: bool, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def written(
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("copied", [True, False], ids=["from a copy", "from the engine's own"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shards_of_any_layout_are_written_in_place(

@@ -56,6 +56,7 @@ def digest_of(model: str, output_dir: str, layout: ParallelLayout, stage: int) -
     return hashlib.sha256(Path(f"{output_dir}/saved/model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "stage"), CASES, ids=names)
 @pytest.mark.parametrize("model", ["grouped_query", "tied"])
 def test_the_file_matches_that_of_one_process(model: str, layout: ParallelLayout, stage: int, tmp_path: Path) -> None:
@@ -75,6 +76,7 @@ def trained(output_dir: str, layout: ParallelLayout, stage: int, stops: list[int
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], weights
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "stage"), CASES, ids=names)
 def test_a_run_resumes_bit_for_bit(layout: ParallelLayout, stage: int, tmp_path: Path) -> None:
     ranks = pool(layout.world_size)

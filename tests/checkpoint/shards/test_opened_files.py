@@ -114,6 +114,7 @@ def shard_files(*ranks: int, frozen: tuple[int, ...] = ()) -> list[str]:
     return sorted(files + [f"rank_{rank:05d}.frozen.safetensors" for rank in frozen])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_opens_only_its_own_file_in_the_same_layout(world: int, stage: int, tmp_path: Path) -> None:

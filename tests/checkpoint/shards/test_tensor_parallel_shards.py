@@ -51,6 +51,7 @@ def saved(make_model: Any, output_dir: str, stage: int, tp: int) -> tuple[str, b
     return digest, all(torch.equal(live[name], tensor) for name, tensor in written.items() if name in live)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("family", "stage"),
     [("uneven", 0), ("uneven", 1), ("uneven", 2), ("uneven", 3), ("kv", 0), ("kv", 3), ("t5", 0), ("opt", 3)],
@@ -83,6 +84,7 @@ def trained(output_dir: str, stage: int, steps: list[int], **arguments: Any) -> 
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], weights
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_run_resumes_bit_for_bit(stage: int, tmp_path: Path) -> None:
     through = pool(2).run(trained, str(tmp_path / "through"), stage, [4])

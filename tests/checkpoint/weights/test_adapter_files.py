@@ -49,6 +49,7 @@ def test_the_base_model_inside_a_peft_model_is_found() -> None:
     assert find_label_names(model) == ["labels"]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
 def test_losses_are_those_of_transformers(world: int, stage: int, tmp_path: Path) -> None:
     losses, norms = reference_run(lora_model(), make_data(), tmp_path / "theirs", per_device_train_batch_size=8)
@@ -89,6 +90,7 @@ def train_and_save(make_model: Any, output_dir: Path, stage: int) -> torch.Tenso
     return logits
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("make_model", [lora_model, prompt_model])
 def test_only_the_adapter_is_saved(make_model: Any, stage: int, tmp_path: Path) -> None:
@@ -140,6 +142,7 @@ def stop_and_resume(output_dir: Path, stage: int) -> tuple[list[float], list[flo
     return wanted.losses, found.losses, distance
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_resume(stage: int, tmp_path: Path) -> None:
     for wanted, found, distance in pool(2).run(partial(stop_and_resume, tmp_path, stage)):

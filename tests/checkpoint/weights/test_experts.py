@@ -85,6 +85,7 @@ def resumed_elsewhere(to: str) -> list[float]:
     return found
 
 
+@pytest.mark.extended
 def test_every_reader_gets_the_experts(tmp_path: Path) -> None:
     results = pool(2).run(partial(save_every_way, str(tmp_path)))[0]
     assert results.resumed.losses == results.uninterrupted.losses

@@ -199,6 +199,8 @@ def written_twice(checkpoint: Path) -> list[str]:
     return found
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", CASES)
 def test_from_pretrained_gives_the_live_weights(world: int, tmp_path: Path) -> None:
     import transformers

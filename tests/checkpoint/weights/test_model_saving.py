@@ -56,6 +56,7 @@ def train_and_save(make_model: Any, output_dir: str, **arguments: Any) -> tuple[
     return truth, most
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_saved_model_loads_with_from_pretrained(stage: int, tied: bool, tmp_path: Path) -> None:

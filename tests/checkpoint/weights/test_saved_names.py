@@ -86,6 +86,7 @@ def check(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     return wanted
 
 
+@pytest.mark.cases(14, rest="extended")
 @pytest.mark.parametrize(("made", "kind"), CASES)
 def test_names_are_those_of_save_pretrained(made: str, kind: str, tmp_path: Path) -> None:
     model = MADE[made](kind, tmp_path / "origin")

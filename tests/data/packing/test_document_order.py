@@ -30,6 +30,7 @@ def scores(lengths: list[int], row: int, cp: int) -> list[int]:
     return [AttentionBlocks(plan, rank, True, None, 32 * 32).scores for rank in range(cp)]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("mean", [0.25, 1.0])
 def test_the_busiest_rank_has_less_to_do(cp: int, mean: float) -> None:

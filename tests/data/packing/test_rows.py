@@ -97,6 +97,20 @@ def test_a_fifth_of_a_million_samples_takes_a_second() -> None:
     assert rows.summary.fill > 0.99
 
 
+@pytest.mark.parametrize("strategy", [BEST_FIT, CUT])
+def test_only_best_fit_has_windows(strategy: PackingStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that are cut in order fill all rows but the last; best fit takes samples of one window at a time."""
+    monkeypatch.setattr("ds_trainer.data.packing.rows.WINDOW_ROWS", 2)
+    lengths = random_lengths(100, 50, seed=1)
+    rows = packed_rows(lengths, 64, strategy)
+    sizes = [sum(length for _, _, length in rows.row(index)) for index in range(len(rows))]
+    samples = [sample for index in range(len(rows)) for sample, _, _ in rows.row(index)]
+    if strategy == CUT:
+        assert set(sizes[:-1]) == {64} and samples == sorted(samples)
+    else:
+        assert max(samples[: len(samples) // 10]) < len(lengths) // 4  # the first rows have the first samples
+
+
 def test_the_summary_is_in_words_and_numbers() -> None:
     summary = packed_rows([30, 70, 120], 100, BEST_FIT).summary
     assert summary.text() == (

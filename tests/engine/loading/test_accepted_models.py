@@ -80,6 +80,7 @@ def pairs_of_runs(directory: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.extended
 def test_every_optimizer_can_be_built_for_a_model_on_the_meta_device(tmp_path: Path) -> None:
     for rank in pool(2).run(pairs_of_runs, str(tmp_path), timeout=600):
         for handed_in, on_meta_ in rank.values():
@@ -184,6 +185,7 @@ def on_disk(extensions: str, directory: str) -> list[Trajectory]:
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.jit
 @pytest.mark.needs("libaio.h")
 def test_weights_offloaded_to_disk_train_alike(extensions: str, tmp_path: Path) -> None:

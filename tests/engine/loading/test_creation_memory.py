@@ -113,6 +113,7 @@ def created(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Counter
     return first  # type: ignore[no-any-return]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_this_deepspeed_version_creates_engines_as_expected(way: str, created: Any) -> None:
     assert created[way][1] == []

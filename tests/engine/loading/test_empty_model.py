@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_trainer.engine.loading import large_tensors
+from ds_trainer.engine.loading import construction_record, large_tensors, placement
 from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.engine.loading.new_weights import NewWeights
 from ds_trainer.parallel.shard_slices import ShardSlice
@@ -183,3 +183,23 @@ def test_the_module_constructor_is_restored_after_an_error() -> None:
 def _fails() -> nn.Module:
     nn.Linear(2, 2)
     raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize(("numel", "kept"), [(8, True), (9, False)])
+def test_values_of_a_constructor_are_kept_up_to_a_size(numel: int, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(construction_record, "_MAX_RECORDED_NUMEL", 8)
+    on_meta = nn.Parameter(torch.empty(numel, device="meta"))
+    construction_record.ConstructionRecorder().register(torch.arange(float(numel)), on_meta)
+    record = construction_record.construction_record(on_meta)
+    assert (record is not None) == kept
+
+
+def test_states_of_weights_that_exist_are_not_made_again() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizers = [torch.optim.Adagrad([weight]), torch.optim.SGD([weight], lr=0.1, momentum=0.9)]
+    for optimizer in optimizers:
+        weight.grad = torch.full_like(weight, 2.0)
+        optimizer.step()
+        before = {name: state.clone() for name, state in optimizer.state[weight].items()}
+        placement._allocate_optimizer_states(optimizer)
+        assert all(torch.equal(optimizer.state[weight][name], state) for name, state in before.items())

@@ -64,6 +64,7 @@ def two_ranks(tmp_path_factory: Any) -> list[dict[str, Trajectory]]:
     return pool(2).run(trajectories, str(tmp_path_factory.mktemp("fresh")), timeout=600)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_a_new_model_like_one_process(name: str, two_ranks: list[dict[str, Trajectory]]) -> None:
     wanted = train_plainly(

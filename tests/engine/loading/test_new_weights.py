@@ -70,6 +70,7 @@ def differences(found: torch.Tensor, wanted: torch.Tensor) -> list[str]:
     return problems
 
 
+@pytest.mark.cases(13, rest="extended")
 @pytest.mark.parametrize("name", MODELS)
 def test_new_weights_have_the_distribution_of_the_model(name: str) -> None:
     make = MODELS[name]
@@ -97,6 +98,7 @@ def test_the_distribution_is_found_from_the_initialization_alone(name: str) -> N
     assert problems == {}
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_transformers_model_on_the_meta_device_gets_the_same_weights_and_buffers(name: str) -> None:
     watched, real = empty_model(TRANSFORMERS[name]), built(TRANSFORMERS[name])
@@ -211,6 +213,7 @@ def _digests(seed: int) -> dict[str, float]:
     return {name: float(found.double().sum()) for name, found in weights(model, NewWeights(model, seed)).items()}
 
 
+@pytest.mark.extended
 def test_all_processes_get_the_same_values() -> None:
     digests = _digests(4)
     assert pool(2).run(_digests, 4) == [digests, digests]

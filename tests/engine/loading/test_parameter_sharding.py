@@ -163,6 +163,7 @@ def found(tmp_path_factory: Any) -> Callable[[int], list[dict[str, Any]]]:
     return of
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "name"), ALL)
 def test_every_way_to_load_a_model_trains_like_one_process(world: int, name: str, found: Any) -> None:
     case = CASES[world][name]
@@ -170,6 +171,7 @@ def test_every_way_to_load_a_model_trains_like_one_process(world: int, name: str
         assert_equal(rank[name][0], expected(case.make, case.job))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("world", "name"), [(w, n) for w, n in ALL if CASES[w][n].how == "on meta"])
 def test_a_rank_reads_only_its_own_shard(world: int, name: str, found: Any) -> None:
     """At ZeRO 3 every element is read once (with tensor parallelism, replicated weights once per rank)."""

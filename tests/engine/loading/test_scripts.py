@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -118,6 +119,7 @@ def memory_of_a_script(directory: str, output_dir: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_a_memory_mapped_model_takes_the_memory_of_one_shard(tmp_path: Path) -> None:
     """Two ranks, a model of about 200 MB: loaded it is mapped, sharded it is half of it in each rank."""
     tiny_llama(**WIDE).save_pretrained(tmp_path / "model")

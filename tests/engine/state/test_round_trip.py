@@ -164,6 +164,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Setup]] = {
 ELSEWHERE = [Setup(1, {"zero_stage": 0}), Setup(2, ZERO_3), Setup(2, ZERO_1)]
 
 
+@pytest.mark.cases(
+    1,
+    "bf16, stage 0, sums in float32",
+    "bf16, stage 0",
+    "bf16, stage 1, sums in float32",
+    "oddities, hpZ",
+    "oddities, stage 1",
+    "round robin",
+    "sub-groups",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_state_of_every_optimizer_wrapper_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     make_model, setup = CASES[name]
@@ -179,6 +189,7 @@ def test_state_of_every_optimizer_wrapper_survives_a_round_trip(name: str, tmp_p
             assert torch.equal(our_buffers[buffer], value), buffer
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("bf16", "oddities"))])
 def test_state_moves_from_every_optimizer_wrapper_to_another(name: str, tmp_path: Path) -> None:
     make_model, setup = CASES[name]

@@ -82,6 +82,7 @@ def test_gradients_of_a_transposed_input(overlapped: bool) -> None:
         assert min(pool(2).run(transposed_gradients, False, overlapped)) > 1e-2
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -121,6 +122,7 @@ def partly(forgotten: bool, output_dir: str, stage: int) -> str:
     return ""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_replicated_weights_with_different_gradients_are_detected(stage: int, tmp_path: Any) -> None:
     for message in pool(2).run(partly, True, str(tmp_path), stage):
@@ -213,6 +215,7 @@ def looked_at(kind: str, output_dir: str, tp: int, stage: int) -> dict[str, Any]
 READERS = ("nobody", "smoothing", "compute_loss_func", "compute_loss", "loss_function")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "stage"), [*((kind, 0) for kind in READERS), ("nobody", 3), ("smoothing", 3)])
 def test_metrics_and_custom_losses_read_gathered_logits(kind: str, stage: int, tmp_path: Any) -> None:
     (wanted,) = pool(1).run(looked_at, kind, str(tmp_path), 1, 0)

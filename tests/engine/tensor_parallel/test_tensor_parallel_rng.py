@@ -164,6 +164,7 @@ def attention_run(output_dir: str, steps: list[int], **arguments: Any) -> list[f
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("arguments", [{}, {"activation_checkpointing": True}, {"zero_stage": 3}])
 def test_attention_dropout_is_resumed_and_recomputed_exactly(arguments: dict[str, Any], tmp_path: Any) -> None:
     through = pool(2).run(partial(attention_run, str(tmp_path / "a"), [4], **arguments))

@@ -32,6 +32,7 @@ def live_after(output_dir: str, stage: int) -> list[bool]:
     return [one() is not None for one in first]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_closed_engine_frees_its_memory(stage: int, tmp_path: Path) -> None:
     assert pool(2).run(partial(live_after, str(tmp_path), stage)) == [[False] * 3] * 2
@@ -62,6 +63,7 @@ def losses_after(output_dir: str, before: str) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("before", ["evaluation", "training"])
 def test_frozen_layers_are_recomputed_with_the_weights_of_the_present_engine(before: str, tmp_path: Path) -> None:
     alone = pool(2).run(partial(losses_after, str(tmp_path / "alone"), "nothing"))[0]

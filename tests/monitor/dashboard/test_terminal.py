@@ -156,6 +156,7 @@ arguments: {output_dir: FOLDER/out, max_steps: 100000, logging_steps: 1, self_te
 """
 
 
+@pytest.mark.extended
 def test_a_training_with_its_dashboard_stops_by_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A run and its dashboard. " * 200)
     recipe = tmp_path / "recipe.yaml"

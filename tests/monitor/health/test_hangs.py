@@ -47,6 +47,8 @@ def test_a_rank_whose_loader_hangs_is_named(tmp_path: Path) -> None:
     assert "__getitem__" in text
 
 
+# Instead of the others: the same test for rank 0, and test_a_sleeping_rank_is_named
+@pytest.mark.cases("0")
 @pytest.mark.parametrize("faulty", [1, 0])  # rank 0 holds the store: then the other one cannot reach it
 def test_a_stopped_process_is_named(faulty: int, tmp_path: Path) -> None:
     assert pool(2).run(stops_in_step, str(tmp_path), faulty, "stop_process") == [6, 6]
@@ -70,6 +72,7 @@ def stderr_of(function: Any, path: str, *args: Any) -> Any:
         os.close(kept)
 
 
+@pytest.mark.extended
 def test_a_rank_that_holds_the_interpreter_is_named(tmp_path: Path) -> None:
     """No thread of that rank can run: the others find it silent, and its stack is on its standard error."""
     errors = tmp_path / "stderr"
@@ -97,6 +100,7 @@ def stops_in_step_and_aborts(output_dir: str) -> None:
     stops_in_step(output_dir, 1, "for_ever", hang_policy="abort")
 
 
+@pytest.mark.extended
 def test_slow_phases_are_not_reported_as_hangs(tmp_path: Path) -> None:
     """A slow start, a long evaluation, steps of nearly half the limit: nothing is reported."""
     assert pool(2).run(slow_but_alive, str(tmp_path), hung_runs.LIMIT) == [3, 3]

@@ -64,6 +64,7 @@ def typical(record: dict[str, Any], name: str) -> list[float]:
     return values
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])  # at stage 3 the others wait in their forward pass already
 def test_a_slow_rank_is_named(stage: int, tmp_path: Path) -> None:
     for record in last_windows(tmp_path, [0.0, 0.0], [0.0, PAUSE], stage):

@@ -29,6 +29,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number_format", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_it_agrees_with_the_table(family: str, number_format: str) -> None:
@@ -72,6 +73,7 @@ def test_slack_of_a_gpu_replaces_the_rules_of_thumb() -> None:
     assert found.device - before.device == pytest.approx(2e9 - 0.6e9 + (0.1 - FRAGMENTATION) * found.tensors)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_fake_tensors_count_like_real_ones(family: str) -> None:
     """Besides the sizes of tensors nothing of a run matters, so 8B are measured in seconds."""

@@ -54,6 +54,7 @@ def kept_bytes(model: Any, batch: int, length: int) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "mixtral"])
 @pytest.mark.parametrize(("attention", "dtype"), [("sdpa", torch.bfloat16), ("eager", torch.float32)])
 def test_other_sizes_keep_what_the_formula_says(family: str, attention: str, dtype: torch.dtype) -> None:

@@ -90,6 +90,7 @@ LOOSE = {"umt5 encoder": 0.06, "umt5 decoder": 0.06, "ernie4_5": 0.02, "modernbe
 CASES = [key for key in ROWS if key.endswith("sdpa bf16") or (key.endswith("eager fp32"))]
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("key", CASES)
 def test_a_layer_of_other_sizes(key: str) -> None:
     family, attention, number_format = key.rsplit(" ", 2)
@@ -100,6 +101,7 @@ def test_a_layer_of_other_sizes(key: str) -> None:
     assert found == pytest.approx(wanted, rel=LOOSE.get(family, 0.01))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["bert", "t5 decoder", "gpt2"])
 def test_the_table_is_what_the_probe_finds(family: str) -> None:
     from ds_trainer.planner.activations.probe import SIZES
@@ -110,6 +112,7 @@ def test_the_table_is_what_the_probe_finds(family: str) -> None:
     assert as_json(probe(made.model, made.layers, sizes, made.inputs)) == ROWS[f"{family} sdpa bf16"]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("batch", "length"), [(1, 96), (3, 33), (2, 256)])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -55,6 +55,7 @@ BELOW = {  # of these runs two moments are further below what was measured: neit
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("phase", benchmark.LABELS)
 def test_every_moment(phase: str) -> None:
     """The median within 1 %, none more than 2.1 % below what was measured; above, at most 11 %."""
@@ -64,6 +65,8 @@ def test_every_moment(phase: str) -> None:
     assert outside == {one for one in BELOW if one[1] == phase}
 
 
+@pytest.mark.cases(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["ZeRO 2 bf16 ranks 2", "ZeRO 3 fp32 ranks 1"])
 def test_a_run_of_today_is_that_of_the_file(name: str, tmp_path: Path) -> None:
     from tests.support.pool import pool
@@ -75,6 +78,7 @@ def test_a_run_of_today_is_that_of_the_file(name: str, tmp_path: Path) -> None:
         assert found[phase] == pytest.approx(MEASURED[name][phase], rel=0.01), phase
 
 
+@pytest.mark.extended
 def test_the_page_has_the_errors() -> None:
     results = [benchmark.compare(case, MEASURED[case.name]) for case in CASES.values()]
     assert "\n".join(benchmark.summary(results)) in PAGE.read_text("utf-8")
@@ -89,6 +93,7 @@ def items() -> set[str]:
     return found - {"process"}  # no tensors
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("item", sorted(items()))
 def test_a_dropped_item_is_noticed(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close = {(name, phase): ratio for name in CASES for phase, ratio in ratios(name).items() if abs(ratio - 1) < 0.02}

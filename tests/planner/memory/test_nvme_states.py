@@ -121,6 +121,8 @@ def trained(folder: Path, extensions: str, in_host: int | None) -> tuple[list[fl
     return [step["loss"] for step in steps], [step["grad_norm"] for step in steps], used
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_on_nvme_train_like_without_offload(ranks: int, extensions: str, tmp_path: Path) -> None:
     """With the compiled buffers. All weights are on the disk: ``max_in_cpu`` is 0."""
@@ -132,6 +134,7 @@ def test_weights_on_nvme_train_like_without_offload(ranks: int, extensions: str,
         assert 0 < used <= PARAM_BUFFERS and none == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("param", "in_host"), [("cpu", 0), ("nvme", 10**9), ("nvme", IN_HOST)])
 def test_host_memory_and_files(

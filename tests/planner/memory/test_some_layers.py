@@ -64,6 +64,7 @@ def planned(family: str, layers: int, attention: str, every: int) -> MicroBatch:
     return micro_batch(model, Candidate(1, LENGTH, micro_batch=BATCH, attention=attention, **layers_of))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("every", [0, 1, 2, 3])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -66,6 +66,7 @@ def test_rows_of_packing():
     assert f"8 samples in {-(-8 // per_row)} rows of 64 tokens" in text
     assert text.count("; row 0, tokens 0 to ") == 1
     assert text.count("; row 0, tokens ") == per_row
+    assert "samples of an epoch" not in text  # shares of sources are shown where sources have weights
 
 
 def test_token_by_token():

@@ -90,6 +90,7 @@ def conversation(draw, family):
     return messages
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("family", ORACLES)
 def test_labels(family):
     draw = random.Random(f"labels of {family}")

@@ -44,6 +44,7 @@ def write(path: Path, name: str, *lines: bytes) -> Path:
     return path
 
 
+@pytest.mark.cases(11, rest="extended")
 @pytest.mark.parametrize(("name", "line", "reason"), CASES)
 def test_a_bad_line_is_named(folder: Path, name: str, line: bytes, reason: str) -> None:
     problems = problems_of(write(folder / "x.jsonl", name, line))
@@ -134,6 +135,7 @@ TABLES = [
 ]
 
 
+@pytest.mark.cases(11, rest="extended")
 @pytest.mark.parametrize(("name", "content", "problem"), TABLES)
 def test_other_files(folder: Path, name: str, content: bytes, problem: str) -> None:
     (folder / name).write_bytes(content)

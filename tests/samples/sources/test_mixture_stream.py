@@ -189,6 +189,7 @@ def train(data: str, output: str, stops: list[int | None], **more: Any) -> tuple
     return seen, [{key: value for key, value in entry.items() if key.startswith("loss")} for entry in logs]
 
 
+@pytest.mark.extended
 def test_a_run_resumed_twice_reads_the_samples_of_the_unbroken_run(folder: Path, tmp_path: Path) -> None:
     values = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     whole, losses = train(str(folder), str(tmp_path / "whole"), [None], **values)
@@ -198,6 +199,7 @@ def test_a_run_resumed_twice_reads_the_samples_of_the_unbroken_run(folder: Path,
     assert {"loss/a", "loss/b"} <= set().union(*losses)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_two_ranks_train_on_the_same_samples(folder: Path, tmp_path: Path, packing: bool) -> None:
     values = dict(packing=packing, max_steps=4)

@@ -214,3 +214,10 @@ def test_all_files_of_training_are_for_evaluation(tmp_path: Path) -> None:
     path.write_text('{"text": "a"}')
     with pytest.raises(ConfigError, match=r"all 1 files are also in data.eval; no training data"):
         Source(SourceSpec(path=(str(path),)), "data.train", {path.resolve()})
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_weight_is_a_positive_number(weight: float) -> None:
+    (problem,) = SourceSpec(path=("x",), weight=weight).problems()
+    assert problem.startswith(f"weight={weight} must be a positive number")
+    assert SourceSpec(path=("x",), weight=0.5).problems() == []

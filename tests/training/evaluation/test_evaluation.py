@@ -34,6 +34,7 @@ def loss_and_items(output_dir: str, model: Any, stage: int, **changes: Any) -> t
     return evaluated["eval_loss"], evaluated["eval_items"], predicted.metrics["test_loss"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", [tiny_llama, PlainLanguageModel])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
 def test_the_loss_is_the_token_mean_with_and_without_predictions(
@@ -98,6 +99,7 @@ class LogsItself(Trainer):
         return output.metrics
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [Trainer, LogsItself])
 def test_metrics_have_the_epoch_after_they_are_logged(kind: type[Trainer], tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=3, per_device_train_batch_size=2)

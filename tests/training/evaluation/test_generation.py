@@ -51,6 +51,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_tokens_are_those_of_one_process(name: str, stage: int, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_evaluation_before_training(layout: str, stage: int, tmp_path: Path) -> 
         assert all(local_elements < total_elements for *_, local_elements in results)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("sizes", "heads"), [((2, 2, 1), (4, 1)), ((2, 1, 2), (4, 1)), ((2, 1, 2), (6, 3))], ids=lambda value: str(value)
 )
@@ -244,6 +246,7 @@ def around_training(output_dir: str, sizes: Sizes, stage: int, before: bool, sha
     return compatibility_of(trainer), losses, trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("sizes", "stage", "before"),
     [

@@ -78,6 +78,7 @@ def rows_of(*labels: int) -> list[dict[str, int]]:
     return [{"labels": label} for label in labels]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stays", [True, False])
 def test_loader_workers_are_kept_between_evaluations(stays: bool, stream: bool, tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_loader_workers_are_kept_between_evaluations(stays: bool, stream: bool, 
     assert len(first) == 1 and (first == second) == stays and first != third
 
 
+@pytest.mark.extended
 def test_each_evaluation_set_keeps_its_own_workers(tmp_path: Path) -> None:
     sets = {"a": rows_of(1, 2), "b": rows_of(3)}
     seen = loading_processes(str(tmp_path), sets)
@@ -115,6 +117,7 @@ def predictions_of(output_dir: str, stream: bool, **changes: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_predictions_of_a_stream(world: int, tmp_path: Path) -> None:
     """A set without length: every sample once, in order, whatever the number of ranks."""

@@ -109,6 +109,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_on_two_ranks(layout: str, tmp_path: Any) -> None:
     wanted = predicted(str(tmp_path), "right_and_likely", 0)

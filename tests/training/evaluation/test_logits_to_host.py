@@ -109,6 +109,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_predictions_on_two_ranks(layout: str, tmp_path: Any) -> None:
     # Rows are padded to the longest of the batches that are evaluated together, so the layout is the same.

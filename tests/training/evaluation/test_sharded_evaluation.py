@@ -110,6 +110,7 @@ def both_ways(output_dir: str, case: str, **values: Any) -> tuple[dict[str, floa
     return *evaluated(output_dir, case, False, **values), whole
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_results_are_those_of_whole_batches(case: str, layout: str, tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def results(output_dir: str, kind: str, setting: Any, metrics: bool = True, **mo
     return numbers, prediction.predictions, prediction.label_ids, read
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("world", "setting", "more"),
     [(2, "auto", {}), (4, 8, {}), (4, 7, {"dataloader_num_workers": 2}), (4, 4, {"context_parallel_size": 2})],
@@ -125,6 +127,7 @@ def numbers(output_dir: str, setting: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_a_stream_whose_shards_are_not_the_stream_is_read_whole(tmp_path: Path) -> None:
     """``stream.take(30)`` is 30 other samples if each shard gives its share."""
     wanted, found = (pool(2).run(partial(numbers, str(tmp_path), setting))[0] for setting in (None, "auto"))

@@ -50,6 +50,7 @@ def evaluated_whole(name: str, output_dir: str, **values: Any) -> Any:
     return metrics["eval_loss"], metrics["eval_items"], found.predictions, "", 0.0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", EVALUATED)
 def test_models_that_cannot_be_sharded_are_evaluated_unsharded(name: str, tmp_path: Path) -> None:
     """Every rank of a replica works on the whole batch, which counts once; training says at once why not."""

@@ -80,6 +80,7 @@ def evaluations(kind: str, directory: str) -> dict[tuple[int, int], tuple[float,
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_and_predictions_are_those_of_one_process(kind: str, ranks: int, tmp_path: Path) -> None:

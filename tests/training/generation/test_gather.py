@@ -95,6 +95,7 @@ def trained(output_dir: str, gather: str, evaluate: bool) -> dict[str, Any]:
     return {"metrics": [e["eval_order"] for e in trainer.state.log_history if "eval_order" in e], "logits": logits}
 
 
+@pytest.mark.extended
 def test_gathering_for_generation_does_not_change_training(tmp_path: Path) -> None:
     (plain, _), (gathered, _), (in_step, _) = (
         pool(2).run(trained, str(tmp_path), gather, evaluate)

@@ -144,6 +144,8 @@ def test_places_in_one_process_agree(one_process: dict[str, list[Any]]) -> None:
     assert len({str(found) for found in one_process["callback"]}) > 1  # training changes them
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_generation_in_training(name: str, one_process: dict[str, list[Any]], tmp_path: Path) -> None:
     """Tokens are those of one process; losses, gradient norms and weights those of this layout without generation."""
@@ -189,6 +191,7 @@ def collectives(output_dir: str, gather: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_weights_are_gathered_once_for_each_call_or_context(tmp_path: Path) -> None:
     for found in pool(2).run(collectives, str(tmp_path), "always"):
         assert found["4 tokens"] == found["12 tokens"] == found["parameters"]
@@ -220,6 +223,7 @@ def unequal(output_dir: str, gather: str) -> tuple[int, float]:
     return passes[0], trainer.state.log_history[-2]["loss"]
 
 
+@pytest.mark.extended
 def test_ranks_may_generate_unequal_lengths(tmp_path: Path) -> None:
     """Gathered, each stops by itself; layer by layer, all go on until the last one is done."""
     (short, loss), (long, _) = pool(2).run(unequal, str(tmp_path), "always")
@@ -228,6 +232,7 @@ def test_ranks_may_generate_unequal_lengths(tmp_path: Path) -> None:
     assert first == second >= 2 * 15 and same == loss
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_generation_uses_the_cache(checkpointing: bool, tmp_path: Path) -> None:
     """Of 9 tokens of a prompt and 8 new ones, each but the last goes through the model once, in training mode too."""
@@ -276,6 +281,7 @@ def sampled(output_dir: str, changes: dict[str, Any], own_prompts: bool = False)
 REPLICAS = [{"tensor_parallel_size": 2, "zero_stage": 0}, {"sequence_parallel_size": 2, **SHARDED}]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("changes", REPLICAS)
 def test_the_ranks_of_a_replica_draw_what_one_process_draws(changes: dict[str, Any], tmp_path: Path) -> None:
     first, second = sampled(str(tmp_path), {"zero_stage": 0})

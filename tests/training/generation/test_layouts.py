@@ -60,6 +60,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
     return {kind: predicted(kind, directory, zero_stage=0) for kind in ("t5", "bart", "decoder")}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_what_one_process_gives(
     name: str, one_process: dict[str, dict[str, Any]], tmp_path: Path

@@ -49,6 +49,7 @@ def requests_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> int:
         return len(hub.requests)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints", "every_save"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(4))

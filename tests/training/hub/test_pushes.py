@@ -30,6 +30,7 @@ CHECKPOINT = {"manifest.json", "trainer_state.json", "scheduler.pt", "random_sta
 IN_PROGRESS = ["Training in progress, step 2", "Training in progress, step 4"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_each_hub_strategy_pushes_its_files(hub: HubServer, tmp_path: Path, strategy: str, background: bool) -> None:
@@ -107,6 +108,7 @@ def test_every_save_is_pushed_if_requested(hub: HubServer, tmp_path: Path) -> No
         assert commit.added["model.safetensors"] == weights[step]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("set_aside", [True, False])
 def test_a_checkpoint_removed_during_its_push_arrives_complete(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_aside: bool
@@ -267,6 +269,7 @@ def test_a_push_that_fails_does_not_end_the_training(
         trainer.push_to_hub()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_temporary_errors_are_retried(hub: HubServer, tmp_path: Path, status: int) -> None:
     """huggingface_hub itself does not retry the creation of the repository, the branch and the commit."""

@@ -126,6 +126,7 @@ def test_values_that_are_no_model_are_rejected(given: Any, tmp_path: Path) -> No
         trainer_of(None, tmp_path, model_init=lambda: given)
 
 
+@pytest.mark.extended
 def test_model_init_may_return_a_name_or_a_configuration(llama: str, tmp_path: Path) -> None:
     expected = trainer_of(transformers_llama(llama), tmp_path)
     losses = expected.train().training_loss
@@ -142,6 +143,7 @@ def test_model_init_may_return_a_name_or_a_configuration(llama: str, tmp_path: P
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.extended
 def test_every_trial_loads_the_model_again(llama: str, tmp_path: Path) -> None:
     trainer = trainer_of(None, tmp_path, model_init=lambda: llama)
     losses = [trainer.train(trial={"learning_rate": rate}).training_loss for rate in (1e-2, 1e-3, 1e-2)]

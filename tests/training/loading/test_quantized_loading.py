@@ -131,6 +131,7 @@ CASES: dict[int, list[tuple[str, str | None, int]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", CASES)
 def test_losses_are_those_of_plain_pytorch(world: int, directory: str, tmp_path: Path) -> None:
     for reports in pool(world).run(partial(train, tmp_path, directory, CASES[world])):

@@ -64,6 +64,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("adapters", [True, False])
 def test_the_tokenizer_of_the_model_is_in_every_checkpoint(adapters: bool, base: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -85,6 +85,7 @@ def handed_in(directory: Path, name: str) -> Result:
     return train(name, model, str(directory / "out"), 1, {"zero_stage": 0})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_weights_are_those_of_one_process(layout: str, directory: Path) -> None:
     ranks, arguments = LAYOUTS[layout]

@@ -63,6 +63,7 @@ LAYOUTS_AND_STAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("world", "stage", "accumulation"), LAYOUTS_AND_STAGES)
 def test_trajectory_is_that_of_one_process(world: int, stage: int, accumulation: int, tmp_path: Any) -> None:
     """Loss, gradient norm and weights after four steps, at every stage and number of ranks and micro-batches."""
@@ -140,6 +141,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("name", "cp", "sp", "dp"),
@@ -163,6 +165,7 @@ def first_loss(output_dir: Any, world: int, accumulation: int, coefficient: floa
     return run(output_dir, world, partial(mixtral, coefficient), **arguments)[0].losses[0]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 8), (2, 1), (2, 8), (4, 1), (4, 4)])
 def test_both_parts_of_the_loss(world: int, accumulation: int, tmp_path: Any) -> None:
     """The cross-entropy is the same in all layouts; the rest is the weighted mean of the micro-batches' terms."""
@@ -185,6 +188,7 @@ def test_both_parts_of_the_loss(world: int, accumulation: int, tmp_path: Any) ->
         assert abs(sum(terms) / len(terms) - wanted) > 1e-3  # so that the weights matter
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mixtral"])
 def test_families(family: str, tmp_path: Any) -> None:
     for world, accumulation in ((1, 8), (2, 4)):
@@ -200,6 +204,7 @@ def dealt_sizes(samples: int) -> list[int]:
     return [2] * 8 if samples == GLOBAL_BATCH else RAGGED[samples + 32]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("samples", "stage"), [(37, 0), (35, 0), (35, 3)])
 def test_dummy_and_ragged_batches_count_by_their_items(samples: int, stage: int, tmp_path: Any) -> None:
     data, loss = partial(RaggedTokens, samples), partial(step_loss, sizes=dealt_sizes)
@@ -245,6 +250,7 @@ def test_adapters(tmp_path: Any) -> None:
         assert_equal(found, wanted)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_recomputation(stage: int, tmp_path: Any) -> None:
     for found in run(tmp_path, 2, activation_checkpointing=True, **{**FOUR, "zero_stage": stage}):
@@ -260,6 +266,7 @@ ATTENTION_ALONE = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 2)])
 def test_tensor_parallelism(world: int, stage: int, tmp_path: Any) -> None:
     """Ranks with slices of the same computation have the same term, which counts once."""

@@ -92,6 +92,7 @@ def best_of(trainer: Any, output_dir: Path) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -160,6 +161,7 @@ def train_and_compare(
     return alike[0], alike[1], best
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "changes",
     [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"bf16": True}, {"bf16": True, "zero_stage": 3}],
@@ -178,6 +180,7 @@ def test_the_best_weights_are_back_at_the_end(changes: dict[str, Any], tmp_path:
     assert not torch.equal(final["head.weight"], other["head.weight"])
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -266,6 +269,7 @@ def test_a_metric_that_is_never_a_number_is_named(tmp_path: Path, caplog: pytest
 # -- early stopping, in runs -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("patience", "threshold"), [(1, 0.0), (2, 0.0), (2, 0.05), (3, 0.0), (9, 0.0)])
 def test_early_stopping_stops_where_transformers_stops(patience: int, threshold: float, tmp_path: Path) -> None:
     import transformers

@@ -94,6 +94,7 @@ def seen(
 LENGTHS = {"train_sampling_strategy": "group_by_length"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("order", [{}, LENGTHS], ids=["shuffled", "by length"])
 def test_the_batch_size_may_change_within_an_epoch(order: dict[str, Any], tmp_path: Path) -> None:
     """The order of the epoch stays the one that was made for the first batch size; the next epoch has its own."""
@@ -120,6 +121,7 @@ def test_a_run_stopped_at_the_end_of_an_epoch_resumes(tmp_path: Path) -> None:
     assert rest == uninterrupted[SAMPLES:]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("event", "more"),
     [

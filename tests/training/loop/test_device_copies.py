@@ -194,6 +194,7 @@ def train(output_dir: str, ahead: bool, waits: bool = True, sizes: dict[str, Any
 LAYOUTS: dict[str, dict[str, Any]] = {"dp": {}, "cp": {"context_parallel_size": 2}}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_runs_are_equal_and_resume_exactly(name: str, tmp_path: Path) -> None:
     sizes = {**LAYOUTS[name], "eval_strategy": "no"}

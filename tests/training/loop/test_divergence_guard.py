@@ -58,6 +58,7 @@ def rates(record: RunRecord) -> list[float]:
     return [rate for _, _, rate in record.logs]
 
 
+@pytest.mark.cases(2, "bf16, DeepSpeed looks away", "loss alone, zero 0", "loss alone", "no norm", "zero 0")
 @pytest.mark.parametrize("name", CASES)
 def test_a_skipped_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
     world, trap, arguments = CASES[name]
@@ -74,6 +75,7 @@ def test_a_skipped_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
         assert [entry.get("skipped_steps") for entry in counted["history"][:4]] == [None, None, 1.0, 1.0]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_control_without_the_guard_weights_become_non_finite(
@@ -100,6 +102,7 @@ SPIKES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1, "bf16, zero 0", "bf16, zero 1", "no norm", "zero 0", "zero 3")
 @pytest.mark.parametrize("name", SPIKES)
 def test_a_spike_is_skipped(name: str, tmp_path: Path) -> None:
     world, arguments = SPIKES[name]
@@ -222,6 +225,7 @@ BACK: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", BACK)
 def test_a_rollback_skips_the_batches_that_caused_it(name: str, tmp_path: Path) -> None:
     world, trap, case = BACK[name]
@@ -273,6 +277,7 @@ def test_a_rollback_may_use_the_checkpoint_of_the_resumed_run(tmp_path: Path) ->
     assert (record.step, counted["rollbacks"], counted["tried"]) == (6, 1, 8)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("changed", [{"learning_rate": 0.02}, {"weight_decay": 0.5}, {"max_steps": 7}], ids=str)
 def test_a_rollback_to_the_resumed_checkpoint_keeps_changed_arguments(changed: dict[str, Any], tmp_path: Path) -> None:
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "nonfinite_policy": "rollback"}

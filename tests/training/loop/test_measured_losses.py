@@ -124,6 +124,7 @@ def all_trained(output_dir: str, names: list[str], layouts: list[tuple[int, int]
     return {(n, size, more): trained(n, output_dir, size, more, stage) for n in names for size, more in layouts}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "layouts", "stage"), [(1, [(1, 12)], 0), (2, [(3, 2)], 3), (4, [(3, 1)], 1)])
 def test_runs_equal_one_process_in_every_layout(
     ranks: int, layouts: list[tuple[int, int]], stage: int, tmp_path: Path

@@ -135,12 +135,14 @@ def _train(directory: str, limit: int, model: dict[str, Any], common: dict[str, 
     return train(directory, limit, model, **common)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_of_which_one_is_short_of_memory(stage: int, backward: bool, tmp_path: Path) -> None:
     equal_with_less_memory(2, {"rank": 1, "backward": backward}, tmp_path, zero_stage=stage)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_in_the_first_or_the_last_micro_batch_of_a_step(stage: int, last: bool, tmp_path: Path) -> None:
@@ -148,6 +150,8 @@ def test_in_the_first_or_the_last_micro_batch_of_a_step(stage: int, last: bool, 
     equal_with_less_memory(2, model, tmp_path, zero_stage=stage, gradient_accumulation_steps=3)
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_zero_3_with_gathered_and_prefetched_parameters(backward: bool, last: bool, tmp_path: Path) -> None:
@@ -164,12 +168,15 @@ def test_zero_3_with_gathered_and_prefetched_parameters(backward: bool, last: bo
     equal_with_less_memory(2, {"rank": 1, "backward": backward, "last": last}, tmp_path, **common)
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_one_process(bf16: bool, tmp_path: Path) -> None:
     # bf16 gradients of two micro-batches are rounded before they are added.
     equal_with_less_memory(1, {"backward": True}, tmp_path, 1e-2 if bf16 else 1e-5, bf16=bf16, zero_stage=0)
 
 
+@pytest.mark.extended
 def test_memory_may_run_out_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         report, facts = train(str(tmp_path / "short"), 1)
@@ -180,6 +187,7 @@ def test_memory_may_run_out_again(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "out of memory on rank 0 in step 3 with 2 samples in a micro-batch; now 1, with 4 acc" in caplog.text
 
 
+@pytest.mark.extended
 def test_from_that_step_on_a_run_equals_one_with_the_smaller_micro_batch(tmp_path: Path) -> None:
     report, _ = train(str(tmp_path / "short"), 2)
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -188,6 +196,7 @@ def test_from_that_step_on_a_run_equals_one_with_the_smaller_micro_batch(tmp_pat
     assert_equal(report, compatibility_of(smaller))
 
 
+@pytest.mark.extended
 def test_dropout_draws_the_numbers_of_the_repeated_step_once(tmp_path: Path) -> None:
     """A run without shortage that has the same micro-batches has the same losses, with dropout."""
     short, _ = train(str(tmp_path / "short"), 2, {"dropout": 0.5})
@@ -195,6 +204,7 @@ def test_dropout_draws_the_numbers_of_the_repeated_step_once(tmp_path: Path) -> 
     assert short.losses == again.losses  # interrupted at another point, other numbers were drawn before
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 1), (1, 3), (2, 0), (2, 2)])
 @pytest.mark.parametrize("backward", [False, True])
 def test_in_the_first_micro_batch_of_the_first_step(backward: bool, ranks: int, stage: int, tmp_path: Path) -> None:
@@ -293,6 +303,7 @@ class ShortLate(ShortOnce):
     late = True
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_optimizer_that_runs_out_of_memory_is_called_again(stage: int, tmp_path: Path) -> None:
     def run(optimizer: type[torch.optim.Optimizer]) -> Trajectory:

@@ -14,6 +14,7 @@ from tests.support.models import tiny_llama
 WARNING = "has no target in the first step"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("labels", "packing", "warns"),
     [

@@ -12,6 +12,7 @@ from tests.support.diverging import Rows, run
 from tests.support.pool import pool
 
 
+@pytest.mark.cases(1, "0", "1")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_float32_sums_are_cleared_after_a_skipped_step(stage: int, tmp_path: Path) -> None:
     """DeepSpeed keeps them in buffers of its own, in which the next step would find those of the spike."""

@@ -100,6 +100,7 @@ def test_several_ranks_communicate(tmp_path: Path) -> None:
     assert figures_of(tmp_path)["parts"]["communication"] > 0.001
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("max_steps", "wanted", "profiled"), [(2, 2, 2), (3, 9, 3), (3, 2, 2)])
 def test_a_short_run_has_a_shorter_profile(tmp_path: Path, max_steps: int, wanted: int, profiled: int) -> None:
     pool(1).run(profiled_run, str(tmp_path), False, {"max_steps": max_steps, "profile_steps": wanted})

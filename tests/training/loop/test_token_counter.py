@@ -76,6 +76,7 @@ def count_tokens(output_dir: str, run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_input_tokens_are_counted_as_transformers_does(name: str, reference: dict[str, Any], tmp_path: Path) -> None:
     found, wanted = pool(1).run(count_tokens, str(tmp_path), RUNS[name])[0], reference[name]
@@ -119,6 +120,7 @@ def seen_by_layout(output_dir: str, mode: str, batch: int) -> tuple[int, float, 
     return trainer.state.num_input_tokens_seen, trainer.state.total_flos, logs
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["all", "non_padding"])
 def test_two_ranks_count_what_one_does(mode: str, tmp_path: Path) -> None:
     """33 samples on 2 x 4: in the last micro-step one rank has a dummy batch, which counts nothing."""

@@ -57,6 +57,7 @@ def train(make_model: Any, make_data: Any, output_dir: Path, **changes: Any) -> 
 regression = partial(train, Regression, partial(regression_rows, 24))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 2), (2, 3)])
 def test_compilation_changes_no_loss_and_no_name(world: int, stage: int, tmp_path: Path) -> None:
     ((wanted, none, names, _),) = pool(1).run(partial(regression, tmp_path, per_device_train_batch_size=8))
@@ -68,6 +69,7 @@ def test_compilation_changes_no_loss_and_no_name(world: int, stage: int, tmp_pat
         assert not hooks
 
 
+@pytest.mark.extended
 def test_a_language_model(tmp_path: Path) -> None:
     llama = partial(train, partial(tiny_llama, num_hidden_layers=1), partial(RaggedTokens, 24))
     ((wanted, _, names, _),) = pool(1).run(partial(llama, tmp_path))
@@ -77,6 +79,8 @@ def test_a_language_model(tmp_path: Path) -> None:
     assert graphs > 0 and compiled_names == names
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_equal_blocks_are_compiled_once(stage: int, tmp_path: Path) -> None:
     """With four layers as with two: the graphs of a block, not of the model. The results are those without."""
@@ -98,6 +102,8 @@ def counting_tiles(job: Any) -> tuple[Any, int]:
         return job(), losses.call_count
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_loss_stays_in_tiles_beside_compiled_blocks(stage: int, tmp_path: Path) -> None:
     """The head is not compiled; where all of the model is, the argument is refused."""
@@ -183,6 +189,8 @@ def _compiled_by_script(whole: bool) -> Any:
     return model
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("whole", "stage"), [(True, 0), (True, 3), (False, 0)])
 def test_a_model_that_the_script_has_compiled(whole: bool, stage: int, tmp_path: Path) -> None:
     """``torch.compile(model)`` is a module around the model: its name must not be in those of saved weights."""

@@ -72,6 +72,7 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plain")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["recorded", "reentrant"])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 3)])

@@ -76,6 +76,7 @@ def sizes(world: int, accumulation: int) -> dict[str, int]:
     return {"per_device_train_batch_size": 16 // (world * accumulation), "gradient_accumulation_steps": accumulation}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("world", "stage", "accumulation"), [(1, 0, 1), (1, 3, 4), (2, 0, 2), (2, 3, 2), (2, 2, 1)])
 def test_trajectory_is_that_of_one_process(world: int, stage: int, accumulation: int, tmp_path: Path) -> None:
     wanted = train_plainly(tiny_llama(), make_data(), loss=smoothed_token_loss, learning_rate=2e-3)
@@ -88,6 +89,7 @@ def test_trajectory_is_that_of_one_process(world: int, stage: int, accumulation:
         assert distances(pool(world).run(job)[0], wanted)["losses"] > 1e-3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_losses_are_those_of_transformers(accumulation: int, tmp_path: Path) -> None:
     arguments = {**sizes(1, accumulation), "label_smoothing_factor": FACTOR}

@@ -110,6 +110,7 @@ class ReadsTheHead(PlainLanguageModel):
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("persistent", [True, False])
 def test_zero3_gathers_a_head_that_is_only_read(persistent: bool, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"learning_rate": 2e-3, "per_device_train_batch_size": 4}

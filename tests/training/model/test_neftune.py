@@ -126,6 +126,7 @@ def interrupted(output_dir: Path, stage: int) -> tuple[list[float], list[float]]
     return losses, resumed_losses
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_resumed_run_draws_the_same_noise(stage: int, tmp_path: Path) -> None:
     for losses, resumed_losses in pool(2).run(partial(interrupted, tmp_path, stage)):

@@ -60,6 +60,7 @@ def run(output_dir: Path, make_model: Any, reuses: bool, stage: int) -> tuple[li
     return losses, found.metrics["test_loss"], found.predictions
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("make_model", [tiny_llama, PlainLanguageModel])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2)])
 def test_reused_outputs_do_not_change_losses(make_model: Any, world: int, stage: int, tmp_path: Path) -> None:

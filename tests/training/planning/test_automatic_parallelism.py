@@ -106,6 +106,7 @@ def trained_on_two_machines(folder: Path, given: dict[str, Any]) -> dict[str, An
         return {**trained(folder, given), "groups": seen}
 
 
+@pytest.mark.extended
 def test_hpz_is_chosen_on_two_machines_and_trains_as_without_it(tmp_path: Path) -> None:
     given = {"zero_stage": 3, "tensor_parallel_size": 1}
     plain = pool(4).run(trained, tmp_path / "plain", given)

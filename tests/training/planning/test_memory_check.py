@@ -50,6 +50,7 @@ def test_a_run_that_is_too_large_is_refused_with_what_makes_it_fit() -> None:
     assert isinstance(in_a_fork(rehearsed, {**whole, **given}, "H100-8GB"), DryRun)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("arguments", "device"),
     [

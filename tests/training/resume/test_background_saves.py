@@ -117,6 +117,7 @@ def files_of(output_dir: str, stop_at: int, **arguments: Any) -> dict[str, bytes
 CASES = [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2, "bf16": True}, {"zero_stage": 3}]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("arguments", CASES, ids=str)
 def test_the_checkpoint_is_that_of_its_step(arguments: dict[str, Any], tmp_path: Path) -> None:
     """Byte for byte what a run writes that ends there, although two steps were taken before a byte was on the disk."""
@@ -303,6 +304,8 @@ SCRIPT = """
 """
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "left"), [("SIGTERM", ["checkpoint-2"]), ("SIGKILL", [])])
 def test_sigterm_waits_for_the_checkpoint(name: str, left: list[str], tmp_path: Path) -> None:
     """... that a callback asked for, and ends the process as it would without us: with ``save_strategy="no"`` nobody

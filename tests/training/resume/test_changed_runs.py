@@ -45,6 +45,7 @@ def table(text: str) -> list[str]:
 # -- the length of the run -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "stage"), ENGINES)
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -102,6 +103,7 @@ def test_a_finished_run_with_a_schedule_that_ended_at_zero_goes_on(tmp_path: Pat
     assert not any(line.startswith("  max_steps") for line in table(found.text))  # the user has not set it
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "stage"), SOME)
 def test_learning_rate_warmup_and_type_take_effect_at_the_step(world: int, stage: int, tmp_path: Path) -> None:
     ran(world, tmp_path / "parts", max_steps=8, callbacks=[StopAt(3)], zero_stage=stage)
@@ -118,6 +120,7 @@ def test_learning_rate_warmup_and_type_take_effect_at_the_step(world: int, stage
 STREAMS: dict[str, Any] = {"stream": NumberStream, "shuffled": ShuffledStream, "stateful": StatefulStream}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "stage"), SOME)
 def test_another_batch_size_continues_with_the_next_sample(world: int, stage: int, tmp_path: Path) -> None:
     """Three steps of the larger batch, then the rest of two epochs with the smaller one."""
@@ -135,6 +138,7 @@ def test_another_batch_size_continues_with_the_next_sample(world: int, stage: in
     assert "the global batch was 4 samples, is 2, from sample 13 of epoch 0 on; the run was 12 steps, is 21" in text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_fewer_ranks_continue_with_the_next_sample(stage: int, tmp_path: Path) -> None:
     """Four ranks, then two: half of the global batch."""
@@ -148,6 +152,7 @@ def test_fewer_ranks_continue_with_the_next_sample(stage: int, tmp_path: Path) -
     assert row.split()[:3] == ["ranks", "4", "2"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize(("world", "sizes"), [(1, (4, 2)), (2, (2, 1)), (1, (2, 4))])
 def test_streams_continue_with_the_next_sample(kind: str, world: int, sizes: tuple[int, int], tmp_path: Path) -> None:
@@ -189,6 +194,7 @@ def test_a_second_change_counts_from_where_the_run_is(tmp_path: Path) -> None:
 BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "order"), [("seed", "random"), *(("data_seed", order) for order in BY_LENGTH)])
 def test_another_seed_orders_the_next_epoch(name: str, order: str, tmp_path: Path) -> None:
     """The epoch that has begun keeps its order, also if it is resumed twice."""

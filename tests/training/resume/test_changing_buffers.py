@@ -74,6 +74,7 @@ def train(directory: str, until: int = 6, resume: bool = False, **changes: Any) 
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_resumed_run_has_the_buffers_of_each_rank(stage: int, ranks: int, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_a_resumed_run_has_the_buffers_of_each_rank(stage: int, ranks: int, tmp_
     assert "warm" in first and len(first["seen"]) < len(saved["seen"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("changes", [{}, {"save_only_model": True}, {"save_async": False}], ids=str)
 def test_the_best_model_has_its_buffers(changes: dict[str, Any], tmp_path: Path) -> None:
     """The loss grows with the bank, so the best evaluation is an early one."""

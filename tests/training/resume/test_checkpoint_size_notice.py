@@ -69,6 +69,7 @@ def announced(output_dir: Path, case: str) -> tuple[str, CheckpointSize | None]:
     return "\n".join(lines), seen[0] if seen else None
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_announced_size_is_the_actual_size(case: str, tmp_path: Path) -> None:
     (message, size), (others, _) = pool(2).run(announced, tmp_path, case)

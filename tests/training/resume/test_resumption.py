@@ -130,6 +130,7 @@ RESUMED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("arguments", RESUMED, ids=str)
 def test_resumed_run_is_bit_identical(arguments: dict[str, Any], tmp_path: Path) -> None:
     uninterrupted = pool(2).run(partial(run, str(tmp_path / "whole"), None, None, **arguments))
@@ -182,6 +183,7 @@ def test_resuming_without_a_checkpoint_is_rejected(tmp_path: Path) -> None:
     assert "is not a complete checkpoint" in message and "none" in message
 
 
+@pytest.mark.extended
 def test_old_checkpoints_are_removed_beyond_the_limit(tmp_path: Path) -> None:
     pool(1).run(partial(run, str(tmp_path), None, None, save_steps=2, save_total_limit=2))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
@@ -208,6 +210,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.extended
 def test_a_killed_process_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
     """A real SIGKILL of a real process, then a second process; the weights are those of a run that was left alone."""
     root = str(Path(__file__).parents[2])

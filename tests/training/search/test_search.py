@@ -33,6 +33,7 @@ def states(study: optuna.Study) -> list[str]:
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -98,6 +99,7 @@ def test_a_study_of_another_direction_is_rejected(one_step: TrainingArguments, t
 # -- what a search does ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_several_directions_and_no_evaluation_while_training(one_step: TrainingArguments) -> None:
     """The objective of each trial comes from an evaluation at its end; the best are those that none beats in both."""
 
@@ -112,6 +114,7 @@ def test_several_directions_and_no_evaluation_while_training(one_step: TrainingA
         assert isinstance(run, BestRun) and run.objective[0] == -run.objective[1] > 0  # type: ignore[index]
 
 
+@pytest.mark.extended
 def test_trials_have_their_own_names_directories_and_checkpoints(tmp_path: Path) -> None:
     """Every trial has a directory of its own; checkpoints, records and TensorBoard's files are inside it, and
     callbacks start again."""
@@ -168,6 +171,8 @@ def test_a_trial_that_fails_is_recorded_and_all_of_them_are_an_error(
         make_trainer(one_step).hyperparameter_search(space, n_trials=2, catch=(), **options)
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["sqlite", "journal"])
 def test_a_study_resumes(kind: str, one_step: TrainingArguments, tmp_path: Path) -> None:
     """A second search continues where the first one was killed: the trial that was left running counts as failed."""

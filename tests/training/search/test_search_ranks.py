@@ -127,6 +127,8 @@ def alone(directory: str, number: int, stage: int) -> list[float]:
     return losses
 
 
+@pytest.mark.extended
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "failing"), [(0, (1,)), (3, (0, 1))])
 def test_a_study_of_eight_trials(stage: int, failing: tuple[int, ...], tmp_path: Path) -> None:
     import optuna

@@ -45,6 +45,7 @@ def space(trial: Any) -> dict[str, Any]:
     return {"method": "grid", "parameters": {"learning_rate": {"values": [0.02, -1.0, 0.1]}}}
 
 
+@pytest.mark.extended
 def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(tmp_path)
     monkeypatch.setattr(wandb, "sweep", server.sweep)

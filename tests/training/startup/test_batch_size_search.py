@@ -98,6 +98,7 @@ def train(directory: str, limit: int, **changes: Any) -> tuple[Trajectory, dict[
     return report, facts
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_smaller_micro_batch_gives_the_same_losses(stage: int, backward: bool, tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def _on_rank_1(directory: str, stage: int, backward: bool) -> Any:
     return train(directory, 3, rank=1, backward=backward, zero_stage=stage)
 
 
+@pytest.mark.extended
 def test_one_process_reduces_its_micro_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         report, facts = train(str(tmp_path / "bounded"), 1, gradient_accumulation_steps=2)

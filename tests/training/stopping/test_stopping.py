@@ -80,6 +80,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world", "name", "more"), CASES, ids=str)
 def test_a_signal_to_one_rank_stops_all(world: int, name: str, more: dict[str, Any], tmp_path: Path) -> None:
     uninterrupted = unbroken(world, tmp_path, **more)
@@ -123,6 +124,7 @@ def test_the_message_says_what_resumes(more: dict[str, Any], ending: str, tmp_pa
     assert message.endswith(ending) and "SIGINT on rank 0" in message
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_second_signal_stops_without_a_checkpoint(world: int, tmp_path: Path) -> None:
     twice = partial(send, signal.SIGUSR1, signal.SIGTERM)
@@ -235,6 +237,7 @@ def start(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
     raise AssertionError(f"the script ended with {process.wait()}")
 
 
+@pytest.mark.extended
 def test_the_exit_code_of_a_process(tmp_path: Path) -> None:
     """A burst of signals is one request."""
     process = start(tmp_path, 1.0)
@@ -250,6 +253,7 @@ def test_the_exit_code_of_a_process(tmp_path: Path) -> None:
     assert json.loads((kept / "trainer_state.json").read_text())["global_step"] == Manifest.read(kept).step
 
 
+@pytest.mark.extended
 def test_the_third_signal_ends_a_process_that_hangs(tmp_path: Path) -> None:
     process = start(tmp_path, 300.0)
     for _ in range(2):

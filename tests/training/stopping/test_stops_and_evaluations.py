@@ -104,6 +104,7 @@ def within_evaluation(output_dir: str, step: int, after: int, stops: bool, resum
     return losses, callback.events, run_record(trainer, batches)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("world", "step", "more"),
     [

@@ -98,6 +98,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", EQUAL)
 def test_packed_samples_equal_samples_alone(name: str, tmp_path: Path) -> None:
     model, more = EQUAL[name]

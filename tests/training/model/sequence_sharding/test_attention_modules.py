@@ -95,6 +95,7 @@ LAYOUTS = [(kind, cp, sp) for kind in KINDS for cp, sp in [(1, 2), (1, 4), (2, 2
 LAYOUTS += [(kind, 2, 4) for kind in ("qwen2", "bert")]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("kind", "cp", "sp"), LAYOUTS)
 def test_logits_and_gradients_of_one_process(kind: str, cp: int, sp: int) -> None:
     for rows in ("whole", "packed", "padded"):
@@ -104,6 +105,7 @@ def test_logits_and_gradients_of_one_process(kind: str, cp: int, sp: int) -> Non
             assert logits < 1e-10 and gradients < 1e-9, (rows, logits, gradients)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "bert"])
 def test_recomputed_activations_give_the_same_gradients(kind: str, reentrant: bool) -> None:
