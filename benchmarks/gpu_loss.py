@@ -1,7 +1,8 @@
 """Time and memory of head and loss on one GPU: whole logits against tiles, in bf16.
 
 One head of Llama-3.2-1B (2,048 by 128,256) and 16,384 tokens. *whole* is ``cross_entropy(linear(hidden).float())``,
-*tiles* is :func:`ds_trainer.parallel.linear_cross_entropy.linear_cross_entropy`, with Triton's kernels and without.
+*tiles* is :func:`ds_trainer.parallel.linear_cross_entropy.linear_cross_entropy`, with Triton's kernels and without,
+*one pass* :func:`ds_trainer.parallel.one_pass_cross_entropy.one_pass_cross_entropy`, with chunks of several sizes.
 ``host`` is the time until the host has started all kernels: where it is that of the step, the GPU waits for the host.
 
     python benchmarks/gpu_loss.py --out loss.json
@@ -24,9 +25,11 @@ from torch.nn import functional as F
 
 from ds_trainer.parallel import linear_cross_entropy as module
 from ds_trainer.parallel.linear_cross_entropy import TileSettings, linear_cross_entropy
+from ds_trainer.parallel.one_pass_cross_entropy import one_pass_cross_entropy
 
 ROUNDS, WARMUP = 5, 2
 TILES = ((4096, 4096), (1024, 16384), (1024, 4096), (2048, 8192), (8192, 4096), (4096, 16384))
+CHUNKS = (1024, 512, 2048, 4096)
 TOLERANCE = 1e-3  # relative, of the loss
 
 
@@ -63,20 +66,24 @@ def main() -> int:
     def tiles(settings: TileSettings) -> Callable[[], torch.Tensor]:
         return lambda: linear_cross_entropy([(hidden, weight)], None, targets, settings).mean()
 
-    class NoKernels(module._Products):
+    def one_pass(chunk: int) -> Callable[[], torch.Tensor]:
+        return lambda: one_pass_cross_entropy([(hidden, weight)], None, targets, TileSettings(chunk))[0] / tokens
+
+    class NoKernels(module.Products):
         def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
             super().__init__(dtype, device)
             self.has_kernels = False
 
-    cases = [("whole", whole, module._Products)]
-    cases += [(f"tiles {a} x {b}", tiles(TileSettings(a, b)), module._Products) for a, b in TILES]
+    cases = [("whole", whole, module.Products)]
+    cases += [(f"tiles {a} x {b}", tiles(TileSettings(a, b)), module.Products) for a, b in TILES]
+    cases[2:2] = [(f"one pass {chunk}", one_pass(chunk), module.Products) for chunk in CHUNKS]
     cases += [("tiles 4096 x 4096, without kernels", tiles(TileSettings(4096, 4096)), NoKernels)]
     results = Results(options.out, device, options.minutes, tokens=tokens, width=width, classes=classes)
     wanted, right = float(whole().detach()), True
     for name, loss, products in cases:
         if results.out_of_time:
             break
-        with mock.patch.object(module, "_Products", products):
+        with mock.patch.object(module, "Products", products):
             same = abs(float(loss().detach()) - wanted) <= TOLERANCE * wanted
             right &= same
             before = torch.cuda.memory_allocated() if device == "cuda" else 0

@@ -69,8 +69,9 @@ class HeadReader(Protocol):
         targets: torch.Tensor,
         ignore_index: int,
         label_smoothing: float,
+        summed: bool,
     ) -> torch.Tensor:
-        """The loss of each token, float32 ``[T]``, for ``hidden`` ``[T, H]`` and ``targets`` ``[T]``."""
+        """The loss of each token, float32 ``[T]``, or their sum, for ``hidden`` ``[T, H]`` and ``targets`` ``[T]``."""
         ...
 
 
@@ -316,10 +317,9 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         if logits.hidden.dim() != 2 or target.shape != logits.hidden.shape[:1] or target.is_floating_point():
             return NotImplemented
         functions = tuple(function for function in logits.functions if not isinstance(function, Cast))
-        losses = logits.reader.losses(logits.hidden, functions, target, ignore_index, label_smoothing)
-        if reduction == "none":
-            return losses
-        return losses.sum() if reduction == "sum" else losses.sum() / target.ne(ignore_index).sum()
+        summed = reduction != "none"
+        loss = logits.reader.losses(logits.hidden, functions, target, ignore_index, label_smoothing, summed)
+        return loss / target.ne(ignore_index).sum() if reduction == "mean" else loss
 
     return given(*args, **kwargs)
 

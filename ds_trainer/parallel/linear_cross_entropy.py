@@ -33,7 +33,6 @@ from ds_trainer.parallel.kernel_trial import kernels_work
 _TOKENS, _TOKENS_ON_GPU = 1024, 4096
 _ROWS = 4096
 _ELEMENTS_ON_GPU = 2**24  # of a tile: with fewer, starting the kernels takes longer than they do
-
 # Products of 16-bit matrices with a float32 result, without a copy of the operands (CUDA, torch >= 2.8).
 _HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
@@ -94,12 +93,15 @@ def linear_cross_entropy(
     Raises:
         RuntimeError: a target is no class.
     """
-    hidden = terms[0][0]
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tensors = [tensor for pair in terms for tensor in pair]
-    losses: torch.Tensor = _LinearCrossEntropy.apply(settings, dtype, targets, bias, *tensors)
+    losses: torch.Tensor = _LinearCrossEntropy.apply(settings, operand_dtype(terms[0][0]), targets, bias, *tensors)
     return losses
+
+
+def operand_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype in which the head multiplies ``hidden``."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _parts(total: int, size: int) -> Iterator[slice]:
@@ -107,7 +109,7 @@ def _parts(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-class _Products:
+class Products:
     """Products of matrices with a float32 result (float64 for float64 operands).
 
     Args:
@@ -138,9 +140,17 @@ class _Products:
         return tensor if self._wide else tensor.to(self.sums)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The product."""
         if self._wide:
             return torch.mm(a.to(self._dtype), b.to(self._dtype), out_dtype=self.sums)
         return torch.mm(a, b)
+
+    def write(self, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Write the product to ``result``."""
+        if self._wide:
+            torch.mm(a.to(self._dtype), b.to(self._dtype), out_dtype=self.sums, out=result)
+        else:
+            torch.mm(a, b, out=result)
 
     def add(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the product to ``total``, in place."""
@@ -150,13 +160,13 @@ class _Products:
             total.addmm_(a, b)
 
 
-class _Tiles:
+class Tiles:
     """The logits of a head, one tile at a time."""
 
     def __init__(
         self,
         settings: TileSettings,
-        products: _Products,
+        products: Products,
         hidden: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
@@ -166,6 +176,23 @@ class _Tiles:
         self.tokens, self.rows = hidden[0].shape[0], weights[0].shape[0]
         self.classes = settings.classes or self.rows
         self.uses_kernels = products.has_kernels and not settings.functions and bias is None
+
+    def check(self, targets: torch.Tensor) -> None:
+        """Fail, on the device, if a target is no class."""
+        valid = (targets == self.settings.ignore_index) | ((targets >= 0) & (targets < self.classes))
+        torch._assert_async(valid.all(), "a target is no class")
+
+    def losses(
+        self, targets: torch.Tensor, lse: torch.Tensor, at_target: torch.Tensor, total: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of each token from its three numbers."""
+        settings = self.settings
+        loss = (1 - settings.label_smoothing) * (lse - at_target)
+        if settings.label_smoothing:
+            loss += settings.label_smoothing * (lse - total / self.classes)
+        if settings.z_loss:
+            loss += settings.z_loss * lse.square()
+        return loss.masked_fill_(targets == settings.ignore_index, 0.0)
 
     def vocabulary(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         """Rows of the vocabulary, and their weights as operands."""
@@ -213,18 +240,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         hidden, weights = tensors[0::2], tensors[1::2]
-        products = _Products(dtype, hidden[0].device)
+        products = Products(dtype, hidden[0].device)
         with torch.autocast(hidden[0].device.type, enabled=False):
-            tiles = _Tiles(settings, products, hidden, weights, bias)
-            valid = targets != settings.ignore_index
-            torch._assert_async((~valid | ((targets >= 0) & (targets < tiles.classes))).all(), "a target is no class")
+            tiles = Tiles(settings, products, hidden, weights, bias)
+            tiles.check(targets)
             lse, at_target, total = _statistics(tiles, targets)
-            loss = (1 - settings.label_smoothing) * (lse - at_target)
-            if settings.label_smoothing:
-                loss += settings.label_smoothing * (lse - total / tiles.classes)
-            if settings.z_loss:
-                loss += settings.z_loss * lse.square()
-            loss = torch.where(valid, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
+            loss = tiles.losses(targets, lse, at_target, total)
         ctx.settings, ctx.products = settings, products
         ctx.save_for_backward(targets, lse, bias, *tensors)
         return loss
@@ -236,7 +257,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         settings, products = ctx.settings, ctx.products
         needs_bias, *needs = ctx.needs_input_grad[3:]
         with torch.autocast(gradient.device.type, enabled=False):
-            tiles = _Tiles(settings, products, tensors[0::2], tensors[1::2], bias)
+            tiles = Tiles(settings, products, tensors[0::2], tensors[1::2], bias)
             by_token = torch.where(targets != settings.ignore_index, gradient, torch.zeros_like(gradient))
             of_hidden, of_weights, of_bias = _gradients(tiles, targets, lse, by_token, needs[0::2], needs[1::2])
             if settings.group is not None:
@@ -249,7 +270,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (None, None, None, *found)
 
 
-def _statistics(tiles: _Tiles, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(tiles: Tiles, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each token: the logarithm of the sum of exp(logits), the logit of the target, the sum of the logits."""
     settings, sums = tiles.settings, tiles.products.sums
     device = tiles.hidden[0].device
@@ -291,7 +312,7 @@ def _statistics(tiles: _Tiles, targets: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _gradients(
-    tiles: _Tiles,
+    tiles: Tiles,
     targets: torch.Tensor,
     lse: torch.Tensor,
     by_token: torch.Tensor,
@@ -340,7 +361,7 @@ def _gradients(
 
 
 def _gradient_of_tile(
-    tiles: _Tiles,
+    tiles: Tiles,
     linear: torch.Tensor,
     rows: slice,
     targets: torch.Tensor,

@@ -58,6 +58,8 @@ class Candidate:
         eval_micro_batch: sequences of a replica in a batch of evaluation; None is ``micro_batch``.
         float32_sums: gradients of micro-batches are added in float32; None follows the compiled configuration.
         chunked_loss: logits exist for some tokens at a time, in the forward and again in the backward pass.
+        one_pass: with ``chunked_loss``, they are not made again: the gradient of the LM head, made with them, is in
+            float32 between the passes. A run does this where there is room.
         tiled_mlp: so do MLPs and norms: on as many tokens as the model is wide.
         offload_activations: with ``checkpointing``, the inputs of layers are kept in host memory.
     """
@@ -83,6 +85,7 @@ class Candidate:
     eval_micro_batch: int | None = None
     float32_sums: bool | None = None
     chunked_loss: bool = False
+    one_pass: bool = False
     tiled_mlp: bool = False
     offload_activations: bool = False
 

@@ -174,6 +174,7 @@ def _plans(
             if not plan.fits:
                 too_large.add(key)
             else:
+                plan = in_one_pass(plan, estimator)
                 if not (features and is_last_resort):
                     enough = len(features)
                 if not candidate.checkpointing:
@@ -188,16 +189,25 @@ def _sparser(
 ) -> Iterator[Plan | None]:
     """The plan with activation checkpointing of as few layers as fit."""
     for layers in _SPARSER:
-        run = replace(plan.candidate, every_n_layers=layers)
+        run = replace(plan.candidate, every_n_layers=layers, one_pass=False)
         key = (_without_micro_batch(run), features)
         if layers >= plan.model.stack.layers or key in too_large:
             continue
         found = Plan(plan.model, run, plan.cluster, estimator.estimate(run), plan.margin)
         if found.fits:
-            yield found
+            yield in_one_pass(found, estimator)
             return
         too_large.add(key)
         yield None
+
+
+def in_one_pass(plan: Plan, estimator: MemoryEstimator) -> Plan:
+    """``plan`` with its loss in one pass, if there is room for that."""
+    if not plan.candidate.chunked_loss:
+        return plan
+    run = replace(plan.candidate, one_pass=True)
+    found = Plan(plan.model, run, plan.cluster, estimator.estimate(run), plan.margin)
+    return found if found.fits else plan
 
 
 def _without_micro_batch(run: Candidate) -> tuple[object, ...]:

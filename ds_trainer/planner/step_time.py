@@ -138,7 +138,7 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
 def _repeated(model: PlannedModel, run: Candidate) -> float:
     """FLOPs that a chunked loss and tiled MLPs compute again, for a sequence."""
     tokens, stack, found = run.length, model.stack, 0.0
-    if run.chunked_loss:
+    if run.chunked_loss and not run.one_pass:
         found += CHUNKED_LOSS_AGAIN * 2.0 * tokens * model.rows * stack.hidden_size
     if run.tiled_mlp:
         found += TILED_MLP_AGAIN * 2.0 * tokens * stack.mlp_weights(stack.experts_per_token)

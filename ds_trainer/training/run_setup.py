@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ds_trainer.arguments.enums import SaveStrategy
 from ds_trainer.arguments.redefined import packs
 from ds_trainer.checkpoint.background.background_save import finish_before_sigterm
@@ -99,6 +101,12 @@ class RunSetup:
         if assembly.engines.current is None:
             assembly.estimator.release()  # parameters may have been frozen since the last time
         return assembly.estimator.predict(assembly.inputs(), assembly.compiled, assembly.layout)
+
+    def _choose_loss(self) -> None:
+        """Let the loss have one pass where all ranks have room for it: some share the vocabulary. Collective."""
+        estimate = self.estimate()
+        no_room = self._assembly.device.type != "cpu" and not (estimate and estimate.candidate.one_pass)
+        self._assembly.losses.chunked.one_pass = not any(distributed.agree(torch.tensor([int(no_room)])))
 
     def output_directory(self, resume: str | bool | None) -> OutputDirectory:
         """The output directory; see :class:`OutputDirectory`."""
@@ -205,6 +213,7 @@ class RunSetup:
     def rehearse(self) -> str | None:
         """Rehearse the first step. Returns the out-of-memory message of this rank, or None. Closes the engine."""
         assembly = self._assembly
+        self._choose_loss()
         loader = assembly.trainer.get_train_dataloader()
         assembly.build_engine(1)
         assert assembly.micro_batches is not None
@@ -281,7 +290,7 @@ class RunSetup:
     def print_header(self, run: TrainingRun, checkpoint: Path | None) -> None:
         """Print the header, with what the planner predicts, and begin the record of the run."""
         assembly, trainer, estimator = self._assembly, self._assembly.trainer, self._assembly.estimator
-        self.estimate()
+        self._choose_loss()
         data = trainer.train_dataset, trainer.eval_dataset
         about = estimator.text(), estimator.prediction()
         print_header(run, assembly.engines, assembly.telemetry, *data, checkpoint, *about)

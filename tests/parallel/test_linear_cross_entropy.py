@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.live_tensors import LiveTensors
 from ds_trainer.parallel import linear_cross_entropy as module
 from ds_trainer.parallel.linear_cross_entropy import TileSettings, linear_cross_entropy
+from ds_trainer.parallel.one_pass_cross_entropy import one_pass_cross_entropy
 
 TOKENS, WIDTH, CLASSES = 37, 16, 101
 ODD = TileSettings(chunk_tokens=7, vocabulary_chunk=13)
@@ -160,3 +162,80 @@ def test_memory_is_less_than_a_tenth(dtype: torch.dtype) -> None:
         return in_tiles(leaves, targets, replace(settings, chunk_tokens=128, vocabulary_chunk=1024))
 
     assert 10 * peak(tiles, 512, 16384, 32, dtype) < peak(usual, 512, 16384, 32, dtype)
+
+
+# -- one pass -----------------------------------------------------------------
+
+
+def summed(leaves: list[torch.Tensor], targets: torch.Tensor, settings: TileSettings) -> torch.Tensor:
+    hidden, weight, bias = leaves
+    return one_pass_cross_entropy([(hidden, weight)], bias, targets, settings)[0]
+
+
+def numbers_of_sum(loss: Callable[..., torch.Tensor], dtype: torch.dtype, settings: TileSettings) -> list[torch.Tensor]:
+    """A sum of losses and its gradients, as a step scales them."""
+    leaves, targets = case(dtype)
+    total = loss(leaves, targets, settings).sum() * 0.37
+    return [total.detach(), *torch.autograd.grad(total, leaves)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_pass_gives_the_gradients_of_a_sum(settings: TileSettings) -> None:
+    for chunk, (dtype, allowed) in itertools.product(
+        (1, 7, TOKENS - 1, TOKENS), ((torch.float32, 1e-6), (torch.float64, 1e-14))
+    ):
+        chosen = replace(settings, chunk_tokens=chunk)
+        found, wanted = numbers_of_sum(summed, dtype, chosen), numbers_of_sum(plain, dtype, chosen)
+        assert max(differences(found, wanted)) < allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_one_pass_is_nearer_to_the_truth_than_the_plain_loss(dtype: torch.dtype) -> None:
+    leaves, targets = case(dtype)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    results = {}
+    for name, loss, inputs in (("truth", plain, exact), ("plain", plain, leaves), ("one", summed, leaves)):
+        total = loss(inputs, targets, ODD).sum()
+        results[name] = [total.detach(), *torch.autograd.grad(total, inputs)]
+    of_plain, of_one = (differences(results[name], results["truth"]) for name in ("plain", "one"))
+    assert all(one < usual for one, usual in zip(of_one, of_plain, strict=True)), (of_one, of_plain)
+
+
+def test_one_pass_has_three_products_where_tiles_have_four() -> None:
+    (hidden, weight, _), targets = case(torch.float32)
+
+    class Products(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+                a, b = args[-2:]
+                self.made += a.shape[0] * a.shape[1] * b.shape[1]
+            return func(*args, **(kwargs or {}))
+
+    product = TOKENS * WIDTH * CLASSES
+    with Products() as of_tiles:
+        linear_cross_entropy([(hidden, weight)], None, targets, ODD).sum().backward()
+    with Products() as of_one:
+        one_pass_cross_entropy([(hidden, weight)], None, targets, ODD)[0].backward()
+    assert (of_tiles.made, of_one.made) == (4 * product, 3 * product)
+
+
+def test_one_pass_can_be_differentiated_again_and_leaves_frozen_weights_alone() -> None:
+    (hidden, weight, _), targets = case(torch.float32)
+    total, losses = one_pass_cross_entropy([(hidden, weight.detach())], None, targets, ODD)
+    first = torch.autograd.grad(3 * total, [hidden], retain_graph=True)[0]
+    second = torch.autograd.grad(total, [hidden])[0]
+    torch.testing.assert_close(first, 3 * second)
+    assert not losses.requires_grad and torch.equal(losses == 0, targets == -100)
+
+
+def test_memory_of_one_pass_is_the_gradient_of_the_weight_and_a_chunk() -> None:
+    tokens, classes, width, chunk = 512, 16384, 32, 16
+
+    def one(leaves: list[Any], targets: torch.Tensor, settings: TileSettings) -> torch.Tensor:
+        return summed(leaves, targets, replace(settings, chunk_tokens=chunk))
+
+    found = peak(one, tokens, classes, width, torch.float32)
+    sums, of_chunk = 4 * width * (classes + tokens), 4 * chunk * classes
+    assert sums + of_chunk < found < 2 * sums + 2 * of_chunk

@@ -1,4 +1,4 @@
-"""The loss in tiles with Triton's kernels against the one without them, on a GPU or, interpreted, on the CPU.
+"""The loss in tiles and in one pass with Triton's kernels, against those without, on a GPU or, interpreted, on the CPU.
 
 TRITON_INTERPRET=1 python tile_kernel_cases.py
 """
@@ -12,30 +12,34 @@ from unittest import mock
 import torch
 
 from ds_trainer.parallel import linear_cross_entropy as module
+from ds_trainer.parallel import one_pass_cross_entropy as one_pass
 from ds_trainer.parallel.linear_cross_entropy import TileSettings, linear_cross_entropy
 
 TOKENS, WIDTH, CLASSES = 37, 16, 101
 
 
 def numbers(dtype: torch.dtype, device: str, settings: TileSettings, kernels: bool) -> list[torch.Tensor]:
-    """Losses of the tokens, and gradients of a weighted sum of them, for a head with LoRA."""
+    """Losses of the tokens, and gradients of a weighted sum of them, and of their sum, for a head with LoRA."""
     torch.manual_seed(0)
     shapes = ((TOKENS, WIDTH), (CLASSES, WIDTH), (TOKENS, 8), (CLASSES, 8))
     leaves = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
     targets = torch.randint(0, CLASSES, (TOKENS,)).to(device)
     targets[::5] = -100
-    products = module._Products
+    products = module.Products
 
     class Chosen(products):  # type: ignore[misc, valid-type]
         def __init__(self, *given: object) -> None:
             super().__init__(*given)
             self.has_kernels = kernels
 
-    with mock.patch.object(module, "_Products", Chosen):
-        losses = linear_cross_entropy([(leaves[0], leaves[1]), (leaves[2], leaves[3])], None, targets, settings)
+    with mock.patch.object(module, "Products", Chosen), mock.patch.object(one_pass, "Products", Chosen):
+        terms = [(leaves[0], leaves[1]), (leaves[2], leaves[3])]
+        total, apart = one_pass.one_pass_cross_entropy(terms, None, targets, settings)
+        summed = [total.detach(), apart, *torch.autograd.grad(total, leaves)]
+        losses = linear_cross_entropy(terms, None, targets, settings)
         weights = torch.linspace(-1, 2, TOKENS, dtype=losses.dtype, device=device)
         found = [losses.detach(), *torch.autograd.grad((losses * weights).sum(), leaves)]
-    return [one.double().cpu() for one in found]
+    return [one.double().cpu() for one in (*found, *summed)]
 
 
 def largest_difference(device: str) -> dict[str, float]:

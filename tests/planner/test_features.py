@@ -47,7 +47,7 @@ def test_arguments_have_the_features() -> None:
 @pytest.mark.parametrize(("cluster", "length", "batch"), [(ONE, 98304, 2), (NODE, 32768, 16)])
 def test_a_feature_is_tried_only_where_fewer_do_not_fit(cluster: Cluster, length: int, batch: int) -> None:
     goal = Goal(length, batch)
-    found = {plan.candidate for plan in search(MODEL, cluster, goal).fitting}
+    found = {replace(plan.candidate, one_pass=False) for plan in search(MODEL, cluster, goal).fitting}
     assert len({sum(getattr(run, name) for name in FEATURES) for run in found}) > 2
     for base in candidates(MODEL, cluster, goal, []):
         runs = [replace(base, **dict.fromkeys(names, True)) for names in feature_sets(MODEL, base, ())]
@@ -115,3 +115,23 @@ def test_what_they_save() -> None:
     assert at("a layer's forward pass") - at("a layer's forward pass", offload_activations=True) == 30 * output
     short = Candidate(1, 512, stage=3)
     assert feature_sets(MODEL, short, ()) == [()]  # neither is it longer than a chunk, nor than a tile
+
+
+def test_a_chunked_loss_has_one_pass_where_there_is_room_for_the_gradient_of_the_head() -> None:
+    found = [plan for plan in search(MODEL, NODE, Goal(32768, 16)).fitting if plan.candidate.chunked_loss]
+    assert {plan.candidate.one_pass for plan in found} == {True, False}
+    for plan in found:
+        run = replace(plan.candidate, one_pass=not plan.candidate.one_pass)
+        other = Plan(MODEL, run, NODE, estimate_memory(MODEL, run, NODE))
+        if plan.candidate.one_pass:
+            assert plan.time.seconds < other.time.seconds and plan.memory.tensors >= other.memory.tensors
+        else:
+            assert not other.fits
+
+
+def test_one_pass_has_a_float32_gradient_of_a_trained_head_between_the_passes() -> None:
+    run = Candidate(8, 4096, stage=3, checkpointing=True, chunked_loss=True)
+    before, after = (estimate_memory(MODEL, one, NODE).moments for one in (run, replace(run, one_pass=True)))
+    more = {a.name: a.total - b.total for a, b in zip(after, before, strict=True)}
+    assert {size for size in more.values() if size} == {4.0 * 128256 * 4096}
+    assert [name for name, size in more.items() if size] == ["logits and loss", "gradient of the LM head"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +20,10 @@ from ds_trainer.parallel import deferred_logits
 from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.linear_cross_entropy import linear_cross_entropy
+from ds_trainer.parallel.one_pass_cross_entropy import one_pass_cross_entropy
 from ds_trainer.training.loop.first_loss_check import check_first_loss, prefix_of
 from ds_trainer.training.model.chunked_loss import linear_head
+from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.layouts import DATA, MODELS, pad
@@ -33,33 +38,43 @@ CHUNK = 5  # tokens: borders inside every sequence
 PADDED = dict(data="padded", optimizer="sgd", clip=0.0)
 
 
-class Tiles:
-    """Counts the losses that are computed in tiles; with ``scale`` they are wrong."""
+class Counted:
+    """Counts the losses that ``function`` computes; with ``scale`` they are wrong."""
 
-    def __init__(self, scale: float = 1.0) -> None:
-        self.count, self.scale = 0, scale
+    def __init__(self, function: Callable[..., Any], scale: float) -> None:
+        self.function, self.count, self.scale = function, 0, scale
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         self.count += 1
-        return self.scale * linear_cross_entropy(*arguments)
+        found = self.function(*arguments)
+        return tuple(self.scale * one for one in found) if isinstance(found, tuple) else self.scale * found
 
 
-def train_in_tiles(*arguments: Any, scale: float = 1.0, **keywords: Any) -> Trajectory:
-    """:func:`train_and_report`; all losses of the training were computed in tiles, and nothing has read the logits."""
-    tiles, read, readers = Tiles(scale), DeferredLogits.read, []
+def train_in_tiles(*arguments: Any, scale: float = 1.0, one_pass: bool = True, **keywords: Any) -> Trajectory:
+    """:func:`train_and_report`; all losses of the training were computed in tiles, and nothing has read the logits.
+
+    Args:
+        arguments, keywords: of :func:`train_and_report`.
+        scale: of the losses; wrong unless it is 1.
+        one_pass: the gradients are made in the forward pass; otherwise there is no room for them.
+    """
+    ways = {True: Counted(one_pass_cross_entropy, scale), False: Counted(linear_cross_entropy, scale)}
+    read, readers = DeferredLogits.read, []
 
     def reading(logits: DeferredLogits) -> torch.Tensor:
         readers.append("".join(traceback.format_stack(limit=12)))
         return read(logits)
 
-    linear_head.linear_cross_entropy = tiles  # type: ignore[assignment]
-    DeferredLogits.read = reading  # type: ignore[method-assign]
-    try:
+    no_room = property(lambda _: False, lambda *_: None)
+    with (
+        patch.object(linear_head, "one_pass_cross_entropy", ways[True]),
+        patch.object(linear_head, "linear_cross_entropy", ways[False]),
+        patch.object(DeferredLogits, "read", reading),
+        nullcontext() if one_pass else patch.object(ChunkedLoss, "one_pass", no_room, create=True),
+    ):
         report = train_and_report(*arguments, **{"loss_chunk_tokens": CHUNK, **keywords})
-    finally:
-        linear_head.linear_cross_entropy = linear_cross_entropy
-        DeferredLogits.read = read  # type: ignore[method-assign]
-    assert tiles.count >= 4  # steps
+    assert ways[one_pass].count >= 4  # steps
+    assert one_pass or not ways[True].count
     assert not readers, readers[0]
     return report
 
@@ -125,12 +140,19 @@ def test_a_wrong_scale_ends_the_run_before_the_first_step(tmp_path: Any) -> None
         run(case, tmp_path, scale=57 / 56)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_trajectory_is_that_of_one_process(name: str, tmp_path: Any) -> None:
+WITHOUT_ROOM = ("one rank, ZeRO 0", "two ranks, ZeRO 3, tied", "partitioned vocabulary, ZeRO 1")
+
+
+@pytest.mark.cases(0, "partitioned vocabulary, ZeRO 1", "two ranks, ZeRO 3, tied, no room for one pass", rest="extended")
+@pytest.mark.parametrize(
+    ("name", "one_pass"),
+    [*((name, True) for name in LAYOUTS), *((name, False) for name in WITHOUT_ROOM)],
+    ids=[*LAYOUTS, *(f"{name}, no room for one pass" for name in WITHOUT_ROOM)],
+)
+def test_trajectory_is_that_of_one_process(name: str, one_pass: bool, tmp_path: Any) -> None:
     case = LAYOUTS[name]
     wanted = reference(case.model, case.data, case.optimizer, case.clip)
-    for found in run(case, tmp_path):
+    for found in run(case, tmp_path, one_pass=one_pass):
         assert_equal(found, wanted)
 
 

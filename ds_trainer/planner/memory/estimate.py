@@ -136,7 +136,7 @@ class MemoryEstimator:
         return MemoryEstimate(self._shared_items(run), self._micro_batch(run), groups, checkpoint, **self._slack)
 
     def _shared_items(self, run: Candidate) -> SharedItems:
-        numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1)
+        numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1, run.one_pass)
         offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
         features = (*offload, run.checkpointing, run.every_n_layers)
         key = (run.world_size, run.tp, run.cp * run.sp > 1, run.stage, run.hpz, numbers, features)

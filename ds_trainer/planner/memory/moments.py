@@ -116,10 +116,11 @@ def shared_items(states: Items, host: Items, elements: Elements, run: Candidate,
     before = _accumulated(elements, run)
     turn = {"gathered weights": gathered.at_the_turn, **before}
     gradients = _Gradients(elements, run, layers)
+    sums = {"float32 gradient of the LM head": 4.0 * elements.head * run.one_pass}
     at: tuple[Items, ...] = (
         {**turn, "gather buffer": gathered.buffer},
-        turn,
-        {**turn, **gradients.head},
+        {**turn, **sums},
+        {**turn, **gradients.head, **sums},
         {"gathered weights": gathered.without_head, **before, **gradients.head_reduction},
         {**before, "gathered weights": gathered.without_head, **gradients.first},
         {**before, "gathered weights": gathered.a_layer, **gradients.middle},

@@ -76,6 +76,19 @@ class RunEstimate:
         corrected = "" if self.calibration is None else f"; {self.calibration.describe()}"
         return f"{text}; {seconds(time.seconds)} a step ({seconds(time.low)} to {seconds(time.high)}){corrected}"
 
+    def in_one_pass(self) -> RunEstimate:
+        """With a chunked loss in one pass, if there is room for that; the memory of a CPU's ranks is not counted."""
+        found = replace(self, candidate=replace(self.candidate, one_pass=self.candidate.chunked_loss))
+        if self.devices is None or (self.unknown and self.devices.is_gpu):
+            return self
+        is_gpu, room = self.devices.is_gpu, self.devices.cluster.board.memory * 1e9 * (1 - self.margin)
+        return found if not is_gpu or found.memory.device <= room else self
+
+    @property
+    def margin(self) -> float:
+        """Share of a device's memory that a run should leave."""
+        return MARGIN if self.calibration is None else self.calibration.margin(MARGIN)
+
     def problems(self) -> list[str]:
         """Why the run cannot start: its memory, even if it is less than predicted by :data:`MEMORY_ERROR`.
 
@@ -86,8 +99,7 @@ class RunEstimate:
         memory, room = self.memory, self.devices.cluster.board.memory * 1e9
         if memory.device <= room * (1 + MEMORY_ERROR):
             return []
-        margin = MARGIN if self.calibration is None else self.calibration.margin(MARGIN)
-        plan = Plan(self.model, self.candidate, self.devices.cluster, memory, margin)
+        plan = Plan(self.model, self.candidate, self.devices.cluster, memory, self.margin)
         changes = [describe_change(plan, other) for other in cheapest_changes(plan)] if not self.unknown else []
         return [
             f"The run needs {'at least ' if self.unknown else ''}{human_bytes(memory.device)} on a device, "

@@ -63,7 +63,7 @@ class RunEstimator:
             unknown = unknown_activations(inputs, config, planned, length)
             devices = JobDevices.of_job(inputs.args, layout.world_size)
             calibration = None if devices is None else read_calibration(devices.cluster.device, planned.family)
-            estimate = RunEstimate(planned, run, devices, unknown, calibration)
+            estimate = RunEstimate(planned, run, devices, unknown, calibration).in_one_pass()
             estimate.line()  # computes everything that a run will ask for
         except Exception as error:  # whatever a model of a user looks like, it trains without a prediction
             logger.debug("The run cannot be predicted.", exc_info=True)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.parallel.linear_cross_entropy import TileSettings, linear_cross_entropy
+from ds_trainer.parallel.one_pass_cross_entropy import one_pass_cross_entropy
 from ds_trainer.training.model.chunked_loss import head_check, linear_head
 from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss, chunked_loss_problems
 from ds_trainer.training.model.chunked_loss.head_check import sampled_tokens
@@ -76,23 +77,37 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 @pytest.fixture
 def in_tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each loss that was computed in tiles."""
+    """Tokens of each loss that was computed in tiles, or in one pass."""
     computed: list[int] = []
 
-    def counted(terms: Any, *arguments: Any) -> torch.Tensor:
-        computed.append(terms[0][0].shape[0])
-        return linear_cross_entropy(terms, *arguments)
+    def counted(function: Any) -> Any:
+        def called(terms: Any, *arguments: Any) -> Any:
+            computed.append(terms[0][0].shape[0])
+            return function(terms, *arguments)
 
-    monkeypatch.setattr(linear_head, "linear_cross_entropy", counted)
+        return called
+
+    for function in (linear_cross_entropy, one_pass_cross_entropy):
+        monkeypatch.setattr(linear_head, function.__name__, counted(function))
     return computed
 
 
+def chunked_loss(one_pass: bool, chunk: int | None = CHUNK, z_loss: float = 0.0) -> ChunkedLoss:
+    found = ChunkedLoss(chunk, z_loss)
+    found.one_pass = one_pass
+    return found
+
+
+BOTH_WAYS = pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "tiles"])
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_the_model(name: str, in_tiles: list[int]) -> None:
+def test_loss_and_gradients_are_those_of_the_model(name: str, one_pass: bool, in_tiles: list[int]) -> None:
     model = MODELS[name]().train()
     keywords = {} if name.split(",")[0] in UNSHIFTED else {"num_items_in_batch": torch.tensor(41.0)}
     wanted = results(model, model(**batch(), **keywords).loss)
-    with ChunkedLoss(CHUNK).deferring(model):
+    with chunked_loss(one_pass).deferring(model):
         outputs = model(**batch(), **keywords)
     assert len(in_tiles) == 1
     assert_same(results(model, outputs.loss), wanted)
@@ -174,7 +189,8 @@ def test_a_copy_of_the_head_that_is_trained(in_tiles: list[int]) -> None:
     assert_same(results(model, found.loss), wanted)
 
 
-def test_z_loss_with_and_without_tiles() -> None:
+@BOTH_WAYS
+def test_z_loss_with_and_without_tiles(one_pass: bool) -> None:
     model = tiny_llama().train()
     inputs, items = batch(), torch.tensor(41.0)
     outputs = model(**inputs, num_items_in_batch=items)
@@ -182,7 +198,7 @@ def test_z_loss_with_and_without_tiles() -> None:
     z_loss = outputs.logits.logsumexp(-1)[used].square().sum() / items
     wanted = results(model, outputs.loss + 1e-2 * z_loss)
     for chunk in (CHUNK, 0, None):
-        chunked = ChunkedLoss(chunk, 1e-2)
+        chunked = chunked_loss(one_pass, chunk, 1e-2)
         with chunked.deferring(model.train()):
             assert_same(results(model, model(**inputs, num_items_in_batch=items).loss), wanted)
         with chunked.deferring(model.eval()), torch.no_grad():  # a likelihood
@@ -199,12 +215,13 @@ def test_small_batches_use_no_tiles_by_default(in_tiles: list[int], monkeypatch:
     assert in_tiles == [3 * 19]
 
 
-def test_autocast_computes_the_head_in_bf16(in_tiles: list[int]) -> None:
+@BOTH_WAYS
+def test_autocast_computes_the_head_in_bf16(one_pass: bool, in_tiles: list[int]) -> None:
     model = tiny_llama().train()
     exact = results(model, model(**batch()).loss)
     with torch.autocast("cpu", torch.bfloat16):
         usual = results(model, model(**batch()).loss)
-        with ChunkedLoss(CHUNK).deferring(model):
+        with chunked_loss(one_pass).deferring(model):
             outputs = model(**batch())
     found = results(model, outputs.loss)
     assert outputs.logits.dtype == torch.bfloat16 and len(in_tiles) == 1
@@ -236,29 +253,37 @@ def test_heads_that_are_not_linear_keep_their_logits_and_are_refused_if_tiles_we
 # -- the check on the first batch ---------------------------------------------------
 
 
-def broken(kind: str) -> Callable[..., torch.Tensor]:
-    """:func:`linear_cross_entropy` with a mistake."""
+def broken(kind: str) -> dict[str, Any]:
+    """Both functions of the loss, with a mistake."""
 
-    def function(terms: Any, bias: Any, targets: torch.Tensor, settings: TileSettings) -> torch.Tensor:
-        losses = linear_cross_entropy(terms, bias, targets, settings)
+    def of(losses: torch.Tensor, chunk: int) -> torch.Tensor:
         if kind == "drops the last token of a chunk":
-            kept = torch.arange(len(losses)) % settings.chunk_tokens != settings.chunk_tokens - 1
-            return losses * kept
-        if kind == "scale of one sample less":
-            return losses * 57 / 56
-        if kind == "gradient":
-            return losses.detach() + 0.9 * (losses - losses.detach())
-        return losses
+            return losses * (torch.arange(len(losses)) % chunk != chunk - 1)
+        return losses * 57 / 56 if kind == "scale of one sample less" else losses
 
-    return function
+    def of_gradient(loss: torch.Tensor) -> torch.Tensor:
+        return loss.detach() + 0.9 * (loss - loss.detach()) if kind == "gradient" else loss
+
+    def tiles(terms: Any, bias: Any, targets: torch.Tensor, settings: TileSettings) -> torch.Tensor:
+        return of_gradient(of(linear_cross_entropy(terms, bias, targets, settings), settings.chunk_tokens))
+
+    def one_pass(terms: Any, bias: Any, targets: torch.Tensor, settings: TileSettings) -> Any:
+        total, losses = one_pass_cross_entropy(terms, bias, targets, settings)
+        return of_gradient(total), of(losses, settings.chunk_tokens)
+
+    return {"linear_cross_entropy": tiles, "one_pass_cross_entropy": one_pass}
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("kind", ["none", "drops the last token of a chunk", "scale of one sample less", "gradient"])
-def test_the_first_batch_is_compared_with_whole_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_batch_is_compared_with_whole_logits(
+    kind: str, one_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (linear_head, head_check):
-        monkeypatch.setattr(module, "linear_cross_entropy", broken(kind))
+        for name, function in broken(kind).items():
+            monkeypatch.setattr(module, name, function)
     model = tiny_llama().train()
-    chunked = ChunkedLoss(CHUNK)
+    chunked = chunked_loss(one_pass)
     with chunked.deferring(model):
         if kind == "none":
             model(**batch())
@@ -305,7 +330,7 @@ def test_the_comparison_makes_few_of_the_logits(
     hidden, weight, targets = torch.randn(tokens, 16), torch.randn(classes, 16), torch.randint(0, 11, (tokens,))
     settings = TileSettings(chunk_tokens=7)
     losses = linear_cross_entropy([(hidden, weight)], None, targets, settings)
-    head_check.check_tiles([(hidden, weight)], None, targets, settings, losses)
+    head_check.check_tiles([(hidden, weight)], None, targets, settings, losses, False)
     assert 0 < sampled[0] <= most
     assert sampled[0] * classes * 4 <= 64 << 20
 
@@ -316,10 +341,10 @@ def test_functions_of_logits_are_part_of_the_comparison() -> None:
     targets = torch.randint(0, 11, (9,))
     settings = TileSettings(chunk_tokens=4, z_loss=0.1, label_smoothing=0.1)
     losses = linear_cross_entropy([(hidden, weight)], None, targets, settings)
-    head_check.check_tiles([(hidden, weight)], None, targets, settings, losses)
+    head_check.check_tiles([(hidden, weight)], None, targets, settings, losses, False)
     with pytest.raises(ConfigError, match="differs"):
         other = replace(settings, functions=(lambda tile, rows: tile * 2,))
-        head_check.check_tiles([(hidden, weight)], None, targets, other, losses)
+        head_check.check_tiles([(hidden, weight)], None, targets, other, losses, False)
 
 
 def test_a_hook_of_the_user_reads_whole_logits() -> None:

@@ -97,8 +97,9 @@ def test_equal_blocks_are_compiled_once(stage: int, tmp_path: Path) -> None:
 
 
 def counting_tiles(job: Any) -> tuple[Any, int]:
-    """What ``job`` returns, and how many losses were computed in tiles."""
-    with mock.patch.object(linear_head, "linear_cross_entropy", wraps=linear_head.linear_cross_entropy) as losses:
+    """What ``job`` returns, and how many losses were computed from some tokens at a time."""
+    function = linear_head.one_pass_cross_entropy
+    with mock.patch.object(linear_head, "one_pass_cross_entropy", wraps=function) as losses:
         return job(), losses.call_count
 
 

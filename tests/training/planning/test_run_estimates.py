@@ -16,11 +16,13 @@ from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.planner.calibration import Calibration, calibration_file, read_calibration
+from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import elements_of
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.recipes.text_dataset import TokenBlocks
 from ds_trainer.training.job_devices import JobDevices, cpu_cluster, gpu_cluster
 from ds_trainer.training.planning.candidates import state_bytes
+from ds_trainer.training.planning.run_estimate import RunEstimate
 from ds_trainer.training.planning.sequence_length import SequenceLength, sequence_length
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
@@ -129,6 +131,28 @@ def test_times_and_memory_of_gpus_are_compared(tmp_path: Path, capsys: pytest.Ca
     without = estimator.metrics(None, None)  # one step alone is not measured
     assert "measured_step_seconds" not in without and "predicted_step_seconds" in without
     assert estimator.comparison() is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_gpu", "unknown", "one_pass"),
+    [
+        (80, True, "", True),
+        (0.5, True, "", False),
+        (80, True, "the layers are not known", False),
+        (0.1, False, "", True),
+    ],
+)
+def test_a_chunked_loss_has_one_pass_where_a_device_has_room(
+    memory: float, is_gpu: bool, unknown: str, one_pass: bool
+) -> None:
+    cluster = gpu_cluster("NVIDIA H100 80GB HBM3", int(memory * 1e9) or 1, 1, 1)[0]
+    cluster = replace(cluster, board=replace(cluster.board, memory=memory))
+    model = PlannedModel.from_module(llama(vocab_size=4096))
+    run = Candidate(1, 64, stage=1, chunked_loss=True)
+    estimate = RunEstimate(model, run, JobDevices(cluster, is_gpu, is_gpu), unknown)
+    assert estimate.in_one_pass().candidate.one_pass == one_pass
+    whole = replace(estimate, candidate=replace(run, chunked_loss=False))
+    assert not whole.in_one_pass().candidate.one_pass
 
 
 def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

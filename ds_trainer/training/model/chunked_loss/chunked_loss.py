@@ -59,12 +59,14 @@ class ChunkedLoss:
         z_loss: ``z_loss_factor``; in training only, so that the loss of an evaluation stays a likelihood.
 
     Attributes:
+        one_pass: whether a sum of losses is computed in one pass: there is room for its gradients between the passes.
         tokens_from: with fewer tokens in a micro-batch, :meth:`deferring` has no effect; 0 until the model is known.
     """
 
     def __init__(self, chunk_tokens: int | None, z_loss: float = 0.0) -> None:
         self._chunk_tokens = chunk_tokens
         self._z_loss = z_loss
+        self.one_pass = True
         self._model: nn.Module | None = None
         self._head: LinearHead | None = None
         self._module: nn.Module | None = None
@@ -147,6 +149,7 @@ class ChunkedLoss:
                     module,
                     self._chunk_tokens or None,
                     lambda: self._z_loss if core.training else 0.0,
+                    lambda: self.one_pass,
                     lambda: None if self._checked else self._check,
                 )
         return self._head

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from ds_trainer.parallel.linear_cross_entropy import TileSettings, linear_cross_entropy
+from ds_trainer.parallel.one_pass_cross_entropy import one_pass_cross_entropy
 from ds_trainer.utils.errors import ConfigError
 
 _LOGITS = 2**24  # in the sample
@@ -35,8 +36,9 @@ def check_tiles(
     targets: torch.Tensor,
     settings: TileSettings,
     losses: torch.Tensor,
+    one_pass: bool,
 ) -> None:
-    """Compare ``losses``, the result of :func:`linear_cross_entropy` for the other arguments, with plain PyTorch.
+    """Compare ``losses``, the result for the other arguments in tiles or in one pass, with plain PyTorch.
 
     Waits for the device. With a partitioned vocabulary, collective over its group.
 
@@ -55,9 +57,13 @@ def check_tiles(
         leaves = [(x.clone().requires_grad_(), weight.detach().requires_grad_()) for x, weight in inputs]
         leaf = None if own_bias is None else own_bias.detach().requires_grad_()
         few = replace(settings, chunk_tokens=max(1, len(sample) // 3), vocabulary_chunk=rows // 3 + 1)
-        again = linear_cross_entropy(leaves, leaf, chosen, few)
+        if one_pass:
+            total, again = one_pass_cross_entropy(leaves, leaf, chosen, few)
+        else:
+            again = linear_cross_entropy(leaves, leaf, chosen, few)
+            total = again.sum()
         tensors = [one for pair in leaves for one in pair] + ([] if leaf is None else [leaf])
-        gradients = torch.autograd.grad(again.sum(), tensors)
+        gradients = torch.autograd.grad(total, tensors)
     differences = {
         "the loss of a token": _largest_difference(losses.detach()[sample], plain.losses),
         "the loss of a token of a sample": _largest_difference(again.detach(), plain.losses),

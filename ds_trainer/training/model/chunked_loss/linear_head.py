@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from ds_trainer.parallel.linear_cross_entropy import (
     linear_cross_entropy,
     tile_sizes,
 )
+from ds_trainer.parallel.one_pass_cross_entropy import chunk_tokens, one_pass_cross_entropy
 
 _CHUNK_TOKENS = 1024
 Terms = list[tuple[torch.Tensor, torch.Tensor]]
-Check = Callable[[Terms, "torch.Tensor | None", torch.Tensor, TileSettings, torch.Tensor], None]
+Check = Callable[[Terms, "torch.Tensor | None", torch.Tensor, TileSettings, torch.Tensor, bool], None]
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:
@@ -75,6 +77,7 @@ class LinearHead:
         head: the module.
         chunk_tokens: tokens of a tile; None for a good choice.
         z_loss: the factor of the z-loss, now.
+        one_pass: whether there is room for the gradients of a sum between the passes, now.
         check: called with what is computed and the result, while the weights are whole; None: nothing to check.
 
     Attributes:
@@ -83,13 +86,18 @@ class LinearHead:
     """
 
     def __init__(
-        self, head: nn.Module, chunk_tokens: int | None, z_loss: Callable[[], float], check: Callable[[], Check | None]
+        self,
+        head: nn.Module,
+        chunk_tokens: int | None,
+        z_loss: Callable[[], float],
+        one_pass: Callable[[], bool],
+        check: Callable[[], Check | None],
     ) -> None:
         self._head: Any = head
         self._slice = vocabulary_slice(head)
         self._tile_tokens = chunk_tokens
         self.chunk_tokens = chunk_tokens or _CHUNK_TOKENS
-        self._z_loss = z_loss
+        self._z_loss, self._one_pass = z_loss, one_pass
         self._check = check
         # Read now: in a forward pass under ZeRO-3, to look at a weight is to gather it.
         linear: Any = head.base_layer if _is_lora(head) else head
@@ -155,9 +163,11 @@ class LinearHead:
         targets: torch.Tensor,
         ignore_index: int,
         label_smoothing: float,
+        summed: bool,
     ) -> torch.Tensor:
-        """The loss of each token; see ``HeadReader``."""
+        """The loss of each token, or the sum of them; see ``HeadReader``."""
         tokens, rows = tile_sizes(self._tile_tokens, hidden.device)
+        part = self._slice
         settings = TileSettings(
             chunk_tokens=tokens,
             vocabulary_chunk=rows,
@@ -165,19 +175,26 @@ class LinearHead:
             label_smoothing=label_smoothing,
             z_loss=self._z_loss(),
             functions=functions,
+            classes=None if part is None else part.classes,
+            offset=0 if part is None else part.offset,
+            group=None if part is None else part.group,
         )
-        if self._slice is not None:
-            part = self._slice
-            settings = TileSettings(
-                **{**vars(settings), "classes": part.classes, "offset": part.offset, "group": part.group}
-            )
+        one_pass = summed and torch.is_grad_enabled() and self._one_pass()
+        if one_pass:  # ranks that share the vocabulary make as many chunks
+            own = self.classes if part is None else -(-self.classes // dist.get_world_size(part.group))
+            settings = replace(settings, chunk_tokens=chunk_tokens(own, hidden.device, self._tile_tokens))
 
         def compute(terms: Terms, bias: torch.Tensor | None) -> torch.Tensor:
-            losses = linear_cross_entropy(terms, bias, targets, settings)
+            in_one = one_pass and any(one.requires_grad for pair in terms for one in pair)
+            if in_one:
+                loss, losses = one_pass_cross_entropy(terms, bias, targets, settings)
+            else:
+                losses = linear_cross_entropy(terms, bias, targets, settings)
+                loss = losses.sum() if summed else losses
             check = self._check()
             if check is not None:
-                check(terms, bias, targets, settings, losses)
-            return losses
+                check(terms, bias, targets, settings, losses, in_one)
+            return loss
 
         return self.in_head(hidden, compute)
 
