@@ -143,11 +143,11 @@ def test_a_wrong_scale_ends_the_run_before_the_first_step(tmp_path: Any) -> None
 WITHOUT_ROOM = ("one rank, ZeRO 0", "two ranks, ZeRO 3, tied", "partitioned vocabulary, ZeRO 1")
 
 
-@pytest.mark.cases(0, "partitioned vocabulary, ZeRO 1", "two ranks, ZeRO 3, tied, no room for one pass", rest="extended")
+@pytest.mark.cases(0, "partitioned vocabulary, ZeRO 1", "two ranks, ZeRO 3, tied, in tiles", rest="extended")
 @pytest.mark.parametrize(
     ("name", "one_pass"),
     [*((name, True) for name in LAYOUTS), *((name, False) for name in WITHOUT_ROOM)],
-    ids=[*LAYOUTS, *(f"{name}, no room for one pass" for name in WITHOUT_ROOM)],
+    ids=[*LAYOUTS, *(f"{name}, in tiles" for name in WITHOUT_ROOM)],
 )
 def test_trajectory_is_that_of_one_process(name: str, one_pass: bool, tmp_path: Any) -> None:
     case = LAYOUTS[name]
