@@ -367,6 +367,7 @@ ENGINE_ROWS = (
         replaces=("deepspeed.comm.comm:cdb",),
         relies_on=(
             *of(COORDINATOR, "is_complete_trace", "release_backward_leftovers", "_clean_inflight_param_registry"),
+            *of(COORDINATOR, "reset_step", "record_module", "construct_parameter_trace_from_module_trace"),
             "deepspeed.runtime.base_optimizer:ZeROOptimizer",
             *of(ZERO12, "reduce_ipg_grads", "setup_buckets"),
         ),

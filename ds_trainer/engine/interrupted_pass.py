@@ -5,18 +5,25 @@ others waiting. So it runs the micro-batch again with less data, which needs the
 those that it has taken part in already do nothing this time, the rest are real. Its gradients are worthless afterwards,
 and so are those of all ranks: all of them drop the step (:meth:`TrainingEngine.drop_step`).
 
-Needs a known order of collectives: under ZeRO-3 on several ranks, DeepSpeed and the module guard record it in the
-first two micro-batches. A rank alone need not complete anything.
+Under ZeRO-3 on several ranks, DeepSpeed and the module guard record the order of modules in the first micro-batches,
+and compare it. A micro-batch that begins anew has the record that it began with. A rank alone need not complete
+anything.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ds_trainer.engine.rehearsal import COLLECTIVES, do_nothing, without_communication
 from ds_trainer.engine.training_engine import TrainingEngine
+
+_TRACE = tuple(
+    f"_PartitionedParameterCoordinator__{name}"
+    for name in ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for")
+)
 
 
 class PassCompletion:
@@ -34,6 +41,7 @@ class PassCompletion:
         self.alone = engine.layout.world_size == 1
         self._done = 0  # collectives of this micro-batch
         self._left_out = 0  # of an interrupted pass, which the next one repeats
+        self._received: list[Any] = []  # by broadcasts of this micro-batch, with which DeepSpeed compares ranks
         self._parameters = _GatheredParameters(engine) if engine.stage == 3 else None
 
     @contextmanager
@@ -42,8 +50,11 @@ class PassCompletion:
         from deepspeed.comm import comm
 
         self._done = self._left_out = 0
+        self._received = []
         if self._parameters is not None:
             self._parameters.begin()
+        if self._engine.module_guard is not None:
+            self._engine.module_guard.begin_micro_batch()
         real = comm.cdb
         comm.cdb = _CountedBackend(real, self)
         try:
@@ -51,28 +62,27 @@ class PassCompletion:
         finally:
             comm.cdb = real
 
-    @property
-    def order_known(self) -> bool:
-        """Whether the order of collectives in this micro-batch was known when it began, if there are any."""
-        return self.alone or self._parameters is None or self._parameters.order_known
-
     def restart(self) -> None:
         """After an interrupted pass: the next pass begins the micro-batch anew."""
         self._left_out, self._done = self._done, 0
         _forget_gradients(self._engine)
         if self._parameters is not None:
             self._parameters.restore()
-            if self._engine.module_guard is not None:
-                self._engine.module_guard.restart_pass()
+        if self._engine.module_guard is not None:
+            self._engine.module_guard.restart_micro_batch()
         self._engine.begin_micro_batch(self._engine.is_last)
 
-    def call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a collective, or leave it out."""
-        if self._left_out > self._done:
-            self._done += 1
-            return do_nothing()
-        result = function(*args, **kwargs)
+    def call(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call the collective ``name``, or leave it out."""
+        left_out = self._left_out > self._done
+        result = do_nothing() if left_out else function(*args, **kwargs)
         self._done += 1
+        if name == "broadcast":
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if left_out:
+                tensor.copy_(self._received.pop(0))
+            else:
+                self._received.append(tensor.clone())
         return result
 
 
@@ -87,7 +97,7 @@ class _CountedBackend:
         found = getattr(self._real, name)
         if name not in COLLECTIVES:
             return found
-        return lambda *args, **kwargs: self._completion.call(found, args, kwargs)
+        return lambda *args, **kwargs: self._completion.call(name, found, args, kwargs)
 
 
 def _forget_gradients(engine: TrainingEngine) -> None:
@@ -122,23 +132,24 @@ class _GatheredParameters:
         self._parameters: list[Any] = list(self._module.parameters())
         self._coordinator = engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
         self._before: list[Any] = []
-        self.order_known = False
+        self._trace: dict[str, Any] = {}
 
     def begin(self) -> None:
         self._before = [parameter for parameter in self._parameters if parameter.ds_status == self._available]
-        # Before that, DeepSpeed compares the order of modules between the ranks when a pass begins.
-        self.order_known = self._coordinator.is_complete_trace()
+        self._trace = {name: vars(self._coordinator)[name] for name in _TRACE}
+        if not self._coordinator.is_complete_trace():  # DeepSpeed adds to it and takes from it
+            kept = {id(part): part for part in (*self._module.modules(), *self._parameters)}
+            self._trace = copy.deepcopy(self._trace, kept)
 
     def restore(self) -> None:
         """Gather and release parameters until they are as they were; without communication, so without values."""
-        if not self.order_known and not self._coordinator.is_invalid_trace():
-            self._coordinator._invalidate_trace()  # what has been recorded ends in the middle
         for part in self._module.modules():
             part._parameters._in_forward = False  # DeepSpeed's dict subclass: access must not gather a parameter
         for parameter in self._parameters:
             parameter.ds_active_sub_modules.clear()
         self._coordinator.release_backward_leftovers()
         self._coordinator._clean_inflight_param_registry()  # waits for the gathers that have begun
+        vars(self._coordinator).update(self._trace)
         before = {id(parameter) for parameter in self._before}
         for parameter in self._parameters:
             if parameter.ds_status == self._available and id(parameter) not in before:

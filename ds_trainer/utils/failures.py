@@ -87,6 +87,7 @@ class _Watch:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._roll = RollCall(self.notes, self.rank, self.world_size, 2 * pause_of(self.world_size, POLL_SECONDS) + 2)
         self._cause: Failure | None = None
+        self._seen: tuple[int, Failure | None] = -1, None  # the generation and failure that was read last
         self.generation = 0  # number of failures that all ranks had in common, so every rank counts the same
         self.aborted = False
         self.stuck: str | None = None  # why the process group was not aborted
@@ -103,9 +104,12 @@ class _Watch:
         if not isinstance(error, PeerFailure):  # otherwise the others would see it instead of its cause
             first = {"rank": self.rank, "error": _described(error), "exit_code": code_of(error)}
             self.notes.set_first(self._key("first"), first)
-        self.notes.add(self._key("count"))
-        if self.notes.wait_for_count(self._key("count"), self.world_size, expiry(grace)) < self.world_size:
-            return False
+        try:
+            self.notes.add(self._key("count"))
+            if self.notes.wait_for_count(self._key("count"), self.world_size, expiry(grace)) < self.world_size:
+                return False
+        except (RuntimeError, OSError):
+            return False  # the rank that holds the store has ended, perhaps with the same error; this one has its own
         self.generation += 1
         return True
 
@@ -119,10 +123,12 @@ class _Watch:
         except TimeoutError:
             return None
         except (RuntimeError, OSError) as error:
-            return _without_store(error)
+            # A rank that holds the store and failed has ended now.
+            return self._seen[1] if self._seen[0] == self.generation else _without_store(error)
         if first["rank"] == self.rank:
             return None
-        return Failure(f"rank {first['rank']} failed with {first['error']}", first["exit_code"])
+        self._seen = self.generation, Failure(f"rank {first['rank']} failed with {first['error']}", first["exit_code"])
+        return self._seen[1]
 
     def cause(self, error: BaseException) -> Failure | None:
         """Why a connection of this rank broke with ``error``: what another rank has reported, or that a rank is gone.

@@ -223,3 +223,32 @@ def test_ranks_without_a_launcher_end(where: str, stage: int, tmp_path: Path) ->
         results = pool(2).run(run_in_pool, where, stage, str(tmp_path), timeout=STARTED_WITHIN)
         raise RankFailure("\n".join(results))  # both could even continue: then their messages are compared
     assert "no answer" not in str(failure.value) and "ended well" not in str(failure.value)
+
+
+def fail_with_the_store(path: str, both: bool) -> None:
+    """Rank 0, which holds the store, fails and ends its process; rank 1 waits for it, or has failed before."""
+    rank, failures.GRACE_SECONDS = distributed.rank(), 3.0
+    failures.watch_peers()
+
+    @failures.fails_together
+    def section() -> None:
+        if rank == 0:
+            time.sleep(2.5 if both else 0.0)  # the pause between two looks of rank 1 is longest then
+            raise Breaks("rank 0 is broken")
+        if both:
+            raise Breaks("rank 1 is broken")
+        distributed.agree(torch.zeros(1))
+
+    try:
+        section()
+    except Exception as error:
+        (Path(path) / f"{rank}").write_text(f"{type(error).__name__}: {error}")
+    os._exit(1)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_the_cause_is_known_after_the_rank_with_the_store_has_ended(both: bool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        pool(2).run(fail_with_the_store, str(tmp_path), both)
+    text = (tmp_path / "1").read_text()
+    assert text.startswith("Breaks: rank 1 is" if both else "PeerFailure: rank 0 failed with Breaks: rank 0 is broken")

@@ -72,16 +72,15 @@ class ModuleGuard:
     """
 
     def __init__(self, engine: Any, offload: Any) -> None:
-        from deepspeed import comm
-
-        self._all_reduce, self._maximum = comm.all_reduce, comm.ReduceOp.MAX
         self._module: nn.Module = engine.module
         self._group: Any = offload.dp_process_group
         self._device = distributed.collective_device()
         self._paths = ModulePaths()
+        self._reached = self._paths.node  # where a micro-batch that begins anew was interrupted
         self._new: list[int] = []  # events that the ranks have not compared yet
         self._passes = 0
-        self._restarted = False  # the next pass replaces one that was interrupted
+        # What the current micro-batch has done so far, in passes and events, and what is left of it to be done again.
+        self._begun = self._events = self._begins_again = self._events_again = 0
         self._closed = False
         self._inputs: tuple[str, ...] = ()
         self._lock = threading.Lock()  # a leaf module's hooks may run in several threads of the backward pass
@@ -103,10 +102,15 @@ class ModuleGuard:
         self._hook.remove()
         self._closed = True
 
-    def restart_pass(self) -> None:
-        """The next pass begins the current one anew, on this rank alone. Not in the first pass of its kind."""
-        self._passes -= 1
-        self._restarted = True
+    def begin_micro_batch(self) -> None:
+        """Called before a micro-batch that may be begun anew."""
+        self._begun, self._events = 0, -self._paths.node.depth
+
+    def restart_micro_batch(self) -> None:
+        """The micro-batch begins anew on this rank alone: what the ranks have compared is not compared again."""
+        self._begins_again, self._events_again = self._begun, self._events + self._paths.node.depth
+        if self._events_again:
+            self._reached, self._paths.node = self._paths.node, Node()
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -153,11 +157,15 @@ class ModuleGuard:
         optimizer.overlapping_partition_gradients_reduce_epilogue = finished
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._passes and not self._restarted:
+        if self._passes > self._begins_again:
             self._follow(_END)
-        self._restarted = False
+        if self._begins_again:
+            self._begins_again -= 1
+            return
         self._inputs = tuple(name for name, value in kwargs.items() if value is not None)
         self._passes += 1
+        self._begun += 1
+        self._events += self._paths.node.depth
         self._paths.begin((module.training, torch.is_grad_enabled()))
 
     def _follow(self, event: int) -> None:
@@ -177,6 +185,11 @@ class ModuleGuard:
         """
         if self._closed:
             return
+        if self._events_again:
+            self._events_again -= 1
+            if not self._events_again:
+                self._paths.node = self._reached
+            return
         known = self._paths.node.known
         if len(known) == 1:
             other = self._deviations.ask(self._position(), event)
@@ -194,7 +207,8 @@ class ModuleGuard:
         """Compares the ranks' events since the last comparison. Collective; synchronizes the device."""
         checksum = zlib.crc32(repr(self._new).encode())
         maxima = torch.tensor([checksum, -checksum], device=self._device)
-        self._all_reduce(maxima, op=self._maximum, group=self._group)
+        # Not DeepSpeed's function, whose calls an interrupted micro-batch counts.
+        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=self._group)
         if maxima.tolist() != [checksum, -checksum]:
             reports: list[Any] = [None] * distributed.group_size(self._group)
             torch.distributed.all_gather_object(reports, (self._describe(), self._new), group=self._group)

@@ -35,18 +35,24 @@ PAIRS = (([0, 2], [1, 3]),)
 """The way to cut two samples of two rows each, where the batch has the first rows of all before the second ones."""
 
 
-class _NoticedCollectives(TorchDispatchMode):
-    """Notices collectives of the script and of what it calls, not those of the engine that runs the model."""
+class NoticedCollectives(TorchDispatchMode):
+    """Notices collectives of the script and of what it calls, not those of the engine that runs the model.
+
+    Args:
+        refusal: raised at the first one instead of calling it.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: Exception | None = None) -> None:
         super().__init__()
-        self.found = False
+        self.found, self._refusal = False, refusal
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.found and str(getattr(func, "namespace", "")).strip("_").startswith("c10d"):
             self.found = _is_of_script(sys._getframe(1))
+            if self.found and self._refusal is not None:
+                raise self._refusal
         return func(*args, **(kwargs or {}))
 
 
@@ -56,7 +62,8 @@ def _is_of_script(frame: Any) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_ENGINES) and not name.startswith(_WRAPPERS):
             return False
-        if not name.startswith(("torch.", "contextlib", "accelerate.", *_WRAPPERS)) and name != "torch":
+        # What torch deprecates is wrapped by typing_extensions.
+        if not name.startswith(("torch.", "contextlib", "typing_ext", "accelerate.", *_WRAPPERS)) and name != "torch":
             return True
         frame = frame.f_back
     return False
@@ -116,7 +123,7 @@ class LossPasses:
     def run(self) -> None:
         """Compute the losses. Collective."""
         everything = list(range(number_of_samples(self.whole)))
-        noticed = _NoticedCollectives() if distributed.world_size() > 1 else None
+        noticed = NoticedCollectives() if distributed.world_size() > 1 else None
         self._add(everything, self.whole, None, noticed)
         start, end = self._start, random_state()
         drew = not torch.equal(start["torch"], end["torch"]) or not _same_cuda(start, end)

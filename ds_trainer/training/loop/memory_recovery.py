@@ -23,6 +23,7 @@ from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.engine.interrupted_pass import PassCompletion
 from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.training.loop.batch_splitting import NotSplittable, part_of_batch, split_batch
+from ds_trainer.training.loop.loss_passes import NoticedCollectives
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from ds_trainer.engine.training_engine import TrainingEngine
 
 logger = get_logger(__name__)
+
+_SCRIPT = "compute_loss, training_step or the model communicates in a micro-batch, which one rank cannot repeat alone"
 
 
 def obstacle(engine: TrainingEngine, config: CompiledConfig) -> str:
@@ -137,7 +140,8 @@ class MemoryRecovery:
         """What the other ranks wait for."""
         if self._completion.alone:
             return torch.zeros((), device=self._engine.deepspeed.device)
-        return passes(part_of_batch(batch, 0, 1))
+        with NoticedCollectives(NotRepeatable(_cannot(self._failure or "", _SCRIPT))):
+            return passes(part_of_batch(batch, 0, 1))
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
@@ -208,8 +212,6 @@ class MemoryRecovery:
             return self._obstacle
         if self._engine.updates.made:
             return "training_step has updated the weights in this step already"
-        if not self._completion.order_known:
-            return "the order of the communication is not known yet; it is recorded in the first two micro-batches"
         if number_of_samples(batch) <= 1:
             return "the micro-batch has one sample"
         try:
