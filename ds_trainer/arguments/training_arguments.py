@@ -186,6 +186,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     tensor_parallel_size: int = _parallel("(own) Number of ranks that partition every layer.", 1)
     context_parallel_size: int = _parallel("(own) Number of ranks that shard a sequence by ring attention.", 1)
     sequence_parallel_size: int = _parallel("(own) Number of ranks that shard a sequence by Ulysses all-to-all.", 1)
+    expert_parallel_size: int = _parallel(
+        "(own) Number of ranks, of those that see different tokens, that divide the experts of a mixture.", 1
+    )
     parallelism: Literal["auto"] | None = _parallel(
         "(own) auto: choose ZeRO stage, offload, parallel sizes and activation checkpointing, except those that are "
         "given, and split the global batch, so that the run fits and is fast."

@@ -3,7 +3,7 @@
 DeepSpeed 0.19.8 copies each gradient to float64 and launches a kernel for its norm, and every parameter group (at ZeRO
 3 every sub-group) has an all-reduce of its own. Here the norms of all gradients are one foreach operation, which reads
 them in their own dtype and adds in float64 too, and the squares of all groups are reduced together, in float64. Other
-cases (gradients offloaded to the CPU, experts with groups of their own) are left to DeepSpeed.
+cases (gradients offloaded to the CPU, DeepSpeed's own expert parallelism) are left to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
+
+from ds_trainer.engine.expert_parallel import is_expert
 
 
 def reduce_norm_once(optimizer: Any) -> GradientNorm | None:
@@ -23,20 +25,25 @@ def reduce_norm_once(optimizer: Any) -> GradientNorm | None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if type(optimizer) is DeepSpeedZeroOptimizer:
-        if not optimizer.cpu_offload and not optimizer.has_moe_layers:
+        if not optimizer.cpu_offload and not _has_foreign_experts(optimizer.bit16_groups):
             norm = GradientNorm(optimizer, optimizer.params_in_partition, optimizer.dp_process_group, spans_all=False)
             optimizer.scaled_global_norm = lambda norm_type=2: norm().float()
             return norm if optimizer.compute_grad_norm else None
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_optimizer:
-        groups = {optimizer._get_param_partition_group(p) for group in optimizer.fp16_groups for p in group}
-        first = optimizer.fp16_groups[0] if optimizer.fp16_groups else []
-        if len(groups) == 1 and optimizer._autoep_expert_parallel_group(first) is None:
-            (group,) = groups
-            spans_all = optimizer._grad_norm_counts_every_rank(first, group)
+        dense = [p for group in optimizer.fp16_groups for p in group if not is_expert(p)]
+        groups = {optimizer._get_param_partition_group(p) for p in dense}
+        if len(groups) == 1 and not _has_foreign_experts(optimizer.fp16_groups):
+            (group,) = groups  # experts are divided among its ranks too
+            spans_all = optimizer._grad_norm_counts_every_rank(dense[:1], group)
             norm = GradientNorm(optimizer, optimizer.fp16_groups, group, spans_all)
             optimizer._get_norm_groups = lambda: [norm()]
             return norm
     return None
+
+
+def _has_foreign_experts(groups: list[list[Any]]) -> bool:
+    """Whether some parameters are experts of DeepSpeed's own expert parallelism."""
+    return any(not getattr(p, "allreduce", True) and not is_expert(p) for group in groups for p in group)
 
 
 class GradientNorm:

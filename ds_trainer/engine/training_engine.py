@@ -20,6 +20,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses, without_graph
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
+from ds_trainer.engine.expert_parallel import declared_experts, divide_experts, exchanges, separate_experts
 from ds_trainer.engine.finite_step import (
     SkippedStepError,
     attributes,
@@ -144,6 +145,8 @@ class TrainingEngine:
         reset_autocast(model)
         compile_muon_when_called()
         spare_host_time()
+        divide_experts(model, self.groups)
+        separate_experts(optimizer if isinstance(optimizer, list) else optimizer.param_groups)
         placed = loading_weights(model, self.groups, mpu)
         partitioned: AbstractContextManager[None] = nullcontext()
         if layout.tp > 1:
@@ -156,6 +159,7 @@ class TrainingEngine:
             placed,
             bounded_creation() as spared,
             keep_adagrad_groups(),
+            declared_experts(model, self.groups, self.stage),
             own_gradient_partition(),
         ):
             keywords = {argument: optimizer, "config": deepspeed_settings(config), "mpu": mpu}
@@ -205,6 +209,7 @@ class TrainingEngine:
             self.deepspeed.clip_fp32_gradients = lambda: None  # complete_gradients does
         self.passes: BackwardPasses | None = None
         self.is_last, self.completes_late, self._complete = True, False, False
+        self._expert_layers = exchanges(model)
         self.updates = OwnUpdates(self)
         self.written: WrittenWeights | None = None
 
@@ -224,6 +229,8 @@ class TrainingEngine:
     def begin_micro_batch(self, last: bool, is_dummy: bool = False) -> None:
         """Announces a micro-batch; with ``last`` its backward pass completes the gradient reduction."""
         self.is_last, self._complete = last, False
+        for layer in self._expert_layers:
+            layer.begin_micro_batch()
         self.deepspeed.set_gradient_accumulation_boundary(last and self.passes is None)
         if self.passes is not None:
             self.passes.begin_micro_batch(is_dummy)

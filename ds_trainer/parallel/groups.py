@@ -43,6 +43,8 @@ class ParallelGroups:
         sequence: ``cp x sp`` ranks that hold the shards of a batch, in the order of :meth:`SequencePlan.order`.
         seq_data_parallel: ``dp x cp x sp`` ranks with the same parameters and different tokens.
         replica: ``cp x sp x tp`` ranks that work on the same samples.
+        experts: ``ep`` ranks that hold different experts and exchange tokens.
+        expert_replicas: ranks that hold the same experts.
         replica_host: the same ranks, for tensors in host memory (gloo), whatever the backend of the other groups.
         world_host: all ranks, for tensors in host memory; None if they cannot reach each other over gloo.
     """
@@ -56,6 +58,8 @@ class ParallelGroups:
     sequence: ProcessGroup
     seq_data_parallel: ProcessGroup
     replica: ProcessGroup
+    experts: ProcessGroup
+    expert_replicas: ProcessGroup
     replica_host: ProcessGroup
     world_host: ProcessGroup | None
 
@@ -85,6 +89,8 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
     if _default_group is dist.group.WORLD and layout in _layouts:
         return _layouts[layout]
     groups = {name: group_along(layout.strides(axes)) for name, axes in _AXES_OF.items()}
+    groups["experts"] = group_along(layout.expert_strides)
+    groups["expert_replicas"] = group_along(layout.expert_replica_strides)
     groups["replica_host"] = groups["replica"]
     world_host: ProcessGroup | None = dist.group.WORLD
     if dist.get_backend() != "gloo":

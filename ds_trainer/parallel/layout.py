@@ -7,7 +7,7 @@ then sequence (Ulysses), context (ring attention) and data parallelism::
 
 A *replica* is the ``cp x sp x tp`` ranks that work on the same samples. ZeRO shards over the *seq_data_parallel group*:
 the ``dp x cp x sp`` ranks with the same tensor-parallel coordinate, which hold the same parameters and see different
-tokens.
+tokens. Expert parallelism divides that group: ``ep`` neighbors hold different experts, and every ``ep``-th rank the same.
 """
 
 from __future__ import annotations
@@ -60,23 +60,26 @@ class ParallelLayout:
         tp: tensor-parallel ranks, each holding a slice of every layer.
         cp: context-parallel ranks, each holding a slice of the sequence (ring attention).
         sp: sequence-parallel ranks, each holding a slice of the sequence (Ulysses all-to-all).
+        ep: expert-parallel ranks, each holding a part of the experts. They are ranks of the seq_data_parallel group.
 
     ``dp``, the number of replicas that see different samples, is the quotient ``world_size // (tp * cp * sp)``.
 
     Raises:
-        ConfigError: a size is not a positive integer, or the world is not divisible by ``tp * cp * sp``.
+        ConfigError: a size is not a positive integer, the world is not divisible by ``tp * cp * sp``, or the rest of it
+            by ``ep``.
     """
 
     world_size: int
     tp: int = 1
     cp: int = 1
     sp: int = 1
+    ep: int = 1
     dp: int = field(init=False)
 
     def __post_init__(self) -> None:
         problems = [
             f"{name}={getattr(self, name)!r} must be a positive integer."
-            for name in ("world_size", "tp", "cp", "sp")
+            for name in ("world_size", "tp", "cp", "sp", "ep")
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
         ]
         if problems:
@@ -92,11 +95,17 @@ class ParallelLayout:
                 f"{replica * max(1, round(self.world_size / replica))} ranks."
             )
         object.__setattr__(self, "dp", self.world_size // replica)
+        if (tokens := self.seq_data_parallel_size) % self.ep:
+            raise ConfigError(
+                f"expert_parallel_size={self.ep} must divide the {tokens} ranks that see different tokens "
+                f"({self.describe()}). Set it to {' or '.join(map(str, _nearest_divisors(tokens, self.ep)))}."
+            )
 
     @classmethod
     def of(cls, args: TrainingArguments, world_size: int) -> ParallelLayout:
         """The layout of a world of ``world_size`` ranks with the parallel sizes of ``args``."""
-        return cls(world_size, args.tensor_parallel_size, args.context_parallel_size, args.sequence_parallel_size)
+        sizes = (args.tensor_parallel_size, args.context_parallel_size, args.sequence_parallel_size)
+        return cls(world_size, *sizes, args.expert_parallel_size)
 
     # -- coordinates ----------------------------------------------------------------------------------------------
 
@@ -159,6 +168,17 @@ class ParallelLayout:
         return [first + offset for offset in _offsets(strides)]
 
     @property
+    def expert_strides(self) -> Strides:
+        """The form of the groups of ranks that hold different experts, and exchange tokens: neighbors."""
+        return ((self.tp, self.ep),) if self.ep > 1 else ()
+
+    @property
+    def expert_replica_strides(self) -> Strides:
+        """The form of the groups of ranks that hold the same experts."""
+        replicas = self.seq_data_parallel_size // self.ep
+        return ((self.tp * self.ep, replicas),) if replicas > 1 else ()
+
+    @property
     def seq_data_parallel_size(self) -> int:
         """Number of ranks over which gradients are averaged and ZeRO shards: ``dp * cp * sp``."""
         return self.dp * self.cp * self.sp
@@ -186,7 +206,15 @@ class ParallelLayout:
     def describe(self) -> str:
         """``"dp 4 x cp 1 x sp 1 x tp 2 = 8 ranks"``."""
         product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True))
-        return f"{product} = {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        experts = f", experts over {self.ep}" if self.ep > 1 else ""
+        return f"{product} = {self.world_size} rank{'s' if self.world_size > 1 else ''}{experts}"
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The next smaller and the next larger divisor of ``number``."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    below = [size for size in divisors if size < wanted][-1:]
+    return below + [size for size in divisors if size > wanted][:1]
 
 
 Sizes = tuple[int, int, int]

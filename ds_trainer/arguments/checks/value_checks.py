@@ -30,6 +30,7 @@ _RANGES: dict[str, str] = {
             "tensor_parallel_size",
             "context_parallel_size",
             "sequence_parallel_size",
+            "expert_parallel_size",
             "torch_empty_cache_steps",
             "save_keep_every",
             "loss_spike_window",

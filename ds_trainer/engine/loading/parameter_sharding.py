@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ds_trainer.engine.expert_parallel import weight_group
 from ds_trainer.engine.loading.parameter_data import engine_dtype, fill_slices, local_slice, set_data
 from ds_trainer.engine.loading.weight_source import WeightSource
 from ds_trainer.engine.scalar_parameters import ScalarsAsBytes
@@ -95,7 +96,7 @@ class ParameterSharder:
 
         whole, dtype = parameter.data, engine_dtype(parameter, self._dtype)
         in_place = whole.dtype == dtype and whole.device == self._device and whole.is_contiguous()
-        reads = dist.get_rank(self._groups.seq_data_parallel) == 0
+        reads = dist.get_rank(weight_group(parameter, self._groups)) == 0
         if not (reads and in_place):
             parameter.data = self._buffer_view(whole.shape, dtype)
         if reads and not in_place:
@@ -127,7 +128,7 @@ class ParameterSharder:
 
     def _matches(self, parameter: Any) -> bool:
         """Whether an already sharded parameter matches this engine: group, dtype, device, hpZ."""
-        group = self._groups.seq_data_parallel
+        group = weight_group(parameter, self._groups)
         if parameter.ds_process_group is not group and _ranks(parameter.ds_process_group) != _ranks(group):
             return False
         if engine_dtype(parameter, self._dtype) != parameter.dtype:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ds_trainer.engine.expert_parallel import is_expert, weight_group
 from ds_trainer.engine.loading.parameter_data import (
     check_source,
     engine_dtype,
@@ -94,7 +95,6 @@ def materialize(
 
     source = attached_weight_source(model)
     check_source(model, source)
-    reads = groups is None or dist.get_rank(groups.seq_data_parallel) == 0
     tp_rank = 0 if groups is None else groups.coordinates.tp
     with torch.no_grad():
         for name, parameter in list(model.named_parameters()):
@@ -105,6 +105,7 @@ def materialize(
             elif parameter.is_meta:
                 shard_slice = local_slice(name, parameter, tp_rank)
                 made = torch.empty(shard_slice.slice_shape, dtype=engine_dtype(parameter, dtype), device=device)
+                reads = groups is None or dist.get_rank(weight_group(parameter, groups)) == 0
                 if reads and source is not None:
                     fill_slices(source, name, [shard_slice], made.view(-1))
                 set_data(parameter, made)
@@ -148,6 +149,7 @@ def _keep_float32_buffers(engine: DeepSpeedEngine, model: nn.Module, dtype: torc
 
 def _has_distributed_experts(model: nn.Module) -> bool:
     experts = [p for p in model.parameters() if getattr(p, "ds_zero_placement_family", "") == "autoep_expert"]
+    experts = [parameter for parameter in experts if not is_expert(parameter)]
     if any(parameter.is_meta for parameter in experts):
         raise ConfigError(
             "expert_parallel requires a model that has its weights, but this model is on the meta device. Load it "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ds_trainer.engine.expert_parallel import expert_slice
 from ds_trainer.engine.tensor_parallel.slices import is_sliced, tensor_parallel_slice
 from ds_trainer.parallel.shard_slices import ShardSlice
 
@@ -96,6 +97,8 @@ def parameter_slice(parameter: torch.Tensor, tp_rank: int) -> ShardSlice:
     Raises:
         UnknownState: DeepSpeed did not record how it partitioned the parameter.
     """
+    if (part := expert_slice(parameter)) is not None:
+        return part
     if is_sliced(parameter):
         try:
             return tensor_parallel_slice(parameter, tp_rank)

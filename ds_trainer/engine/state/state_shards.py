@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ds_trainer.engine.expert_parallel import weight_group
 from ds_trainer.engine.state.buffers import Shapes, match_buffers, persistent_buffers
 from ds_trainer.engine.state.cpu_adam import restore_bias_corrections
 from ds_trainer.engine.state.flat_partitions import (
@@ -23,6 +24,7 @@ from ds_trainer.engine.state.flat_partitions import (
     zero_shard_slice,
 )
 from ds_trainer.engine.state.state_devices import on_device, scalar_for_optimizer
+from ds_trainer.engine.tensor_parallel.slices import is_sliced
 from ds_trainer.parallel.shard_slices import ShardSlice
 
 if TYPE_CHECKING:
@@ -117,9 +119,9 @@ def _read_partition(engine: TrainingEngine, partition: FlatPartition, scalar_key
     for fragment, history in zip(partition.fragments, histories, strict=True):
         if history.scalars:
             into.scalars[fragment.name] = history.scalars
-        if not _writes(engine, fragment.slice):
+        if not _writes(engine, fragment.parameter):
             continue
-        written = _written_part(engine, fragment.slice) if partition.replicated else fragment.slice
+        written = _written_part(engine, fragment.parameter, fragment.slice) if partition.replicated else fragment.slice
         start = fragment.offset + written.start - fragment.slice.start
         for kind, tensor in {MASTER: partition.tensor, **(states if history.began else {})}.items():
             flat = tensor.detach().reshape(-1)[start : start + len(written)]
@@ -160,13 +162,13 @@ def _not_stepped(
 def _weights(engine: TrainingEngine, named: Iterable[tuple[str, Any]]) -> Iterator[StateShard]:
     for name, parameter in named:
         held = parameter_slice(parameter, engine.groups.coordinates.tp)
-        if not _writes(engine, held):
+        if not _writes(engine, parameter):
             continue
         if hasattr(parameter, "ds_tensor"):
             shard = zero_shard_slice(parameter, engine.groups.coordinates.tp)
             yield StateShard(name, WEIGHT, shard, parameter.ds_tensor.detach().view(-1)[: len(shard)])
         else:
-            part = _written_part(engine, held)
+            part = _written_part(engine, parameter, held)
             yield StateShard(name, WEIGHT, part, parameter.detach().reshape(-1)[part.start : part.stop])
 
 
@@ -200,14 +202,14 @@ def all_in_memory(engine: TrainingEngine) -> bool:
     )
 
 
-def _writes(engine: TrainingEngine, held: ShardSlice) -> bool:
-    """Whether this rank writes ``held``: only the first tensor-parallel rank writes replicated parameters."""
-    return held.dim is not None or engine.groups.coordinates.tp == 0
+def _writes(engine: TrainingEngine, parameter: torch.Tensor) -> bool:
+    """Whether this rank writes ``parameter``: only the first tensor-parallel rank writes replicated ones."""
+    return is_sliced(parameter) or engine.groups.coordinates.tp == 0
 
 
-def _written_part(engine: TrainingEngine, held: ShardSlice) -> ShardSlice:
+def _written_part(engine: TrainingEngine, parameter: torch.Tensor, held: ShardSlice) -> ShardSlice:
     """The part of a replicated tensor that this rank writes; without elements if it is not a writer."""
-    group = engine.groups.seq_data_parallel
+    group = weight_group(parameter, engine.groups)
     writers = replicated_writers(group.size())
     if group.rank() not in writers:
         return held.run(held.start, held.start)

@@ -72,6 +72,16 @@ def gradient_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) ->
         parameters: this rank's parameters, with reduced gradients.
         groups: the process groups; partitioned parameters are distributed over ``tp``.
     """
+    if groups.layout.ep > 1:
+        held = [p for p in parameters if hasattr(p, "ds_trainer_expert_slice")]
+        rest = [p for p in parameters if not hasattr(p, "ds_trainer_expert_slice")]
+        square = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]).square()
+        torch.distributed.all_reduce(square, group=groups.experts)
+        return (square + _dense_norm(rest, groups).square()).sqrt()
+    return _dense_norm(parameters, groups)
+
+
+def _dense_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) -> torch.Tensor:
     if groups.layout.tp == 1:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     sliced = [p.grad for p in parameters if p.grad is not None and is_sliced(p)]

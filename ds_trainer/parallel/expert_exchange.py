@@ -1,0 +1,131 @@
+"""Sends each token to the ranks that hold its experts, and the results back: two all-to-alls a layer, in each direction.
+
+Nothing is dropped and nothing is routed anew: the router of the model decides, and each rank multiplies by the weights of
+its own tokens. A rank to which no token goes, or whose experts get none, runs the same operations on a row of zeros, so
+that its gradients are zeros and no other rank waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup, all_to_all_single
+
+
+class Route(NamedTuple):
+    """Which tokens of one forward pass of a layer go where.
+
+    Attributes:
+        order: the pairs of token and expert of this rank, sorted by expert: int64 ``[pairs]``.
+        local: the expert, of those of this rank, for each row that arrives, and 0 for the row of zeros after them: int64
+            ``[rows + 1]``.
+        sent: rows for each rank of the group.
+        received: rows from each rank of the group.
+    """
+
+    order: torch.Tensor
+    local: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class ExpertExchange:
+    """Runs the experts of one layer over the ranks of a group, each of which holds ``local_experts`` of them.
+
+    Args:
+        name: of the layer, for errors.
+        group: the ranks, in the order of their experts.
+        local_experts: how many a rank holds.
+        product: computes ``(module, rows [n, hidden], experts [n, 1], weights [n, 1]) -> [n, hidden]`` with the experts of
+            this rank.
+    """
+
+    def __init__(self, name: str, group: ProcessGroup, local_experts: int, product: Callable[..., Any]) -> None:
+        self._name = name
+        self._group = group
+        self._ranks = group.size()
+        self._local_experts = local_experts
+        self._product = product
+        self._routes: list[Route] = []
+
+    def begin_micro_batch(self) -> None:
+        """Forget routes whose backward pass did not need them again."""
+        self._routes.clear()
+
+    def __call__(
+        self, module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum over a token's experts of their results, times their weights. Collective.
+
+        Args:
+            module: holds the weights of this rank's experts.
+            hidden: the tokens of this rank, ``[tokens, hidden]``.
+            experts: which experts of all each token goes through, int ``[tokens, k]``.
+            weights: ``[tokens, k]``.
+
+        Returns:
+            ``[tokens, hidden]``, in the dtype of ``hidden``.
+        """
+        tokens, k = experts.shape
+        route = self._route(experts)
+        rows = _Exchanged.apply(hidden[route.order // k], self._group, route.sent, route.received, 1)
+        results = self._product(module, rows, route.local[:, None], rows.new_ones(len(rows), 1))
+        results = _Exchanged.apply(results[:-1], self._group, route.received, route.sent, 0)
+        pairs = torch.empty_like(results).index_copy(0, route.order, results).view(tokens, k, results.shape[-1])
+        return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def _route(self, experts: torch.Tensor) -> Route:
+        """The route of this pass; that of the forward pass if it is computed again for its backward pass.
+
+        A router that decides differently the second time would send other numbers of rows than the ranks expect.
+        """
+        if torch._C._current_graph_task_id() != -1 and self._routes:
+            return self._routes.pop()
+        route = self._new_route(experts)
+        if torch.is_grad_enabled():
+            self._routes.append(route)
+        return route
+
+    @torch.no_grad()
+    def _new_route(self, experts: torch.Tensor) -> Route:
+        ids = experts.reshape(-1).long()
+        order = torch.argsort(ids, stable=True)
+        # Of one size on all devices: bincount would make a GPU wait for the largest number.
+        counts = ids.new_zeros(self._ranks * self._local_experts).scatter_add_(0, ids, torch.ones_like(ids))
+        arriving = torch.empty_like(counts)
+        all_to_all_single(arriving, counts, group=self._group)
+        both = torch.stack([counts, arriving]).view(2, self._ranks, -1)
+        sent, received = both.sum(2).tolist()  # the one wait of the host
+        local = torch.arange(self._local_experts, device=ids.device).repeat(self._ranks)
+        local = torch.repeat_interleave(local, arriving, output_size=sum(received))
+        return Route(order, torch.cat([local, local.new_zeros(1)]), sent, received)
+
+
+class _Exchanged(torch.autograd.Function):
+    """``all_to_all_single`` of rows, with ``padding`` rows of zeros after those that arrive."""
+
+    @staticmethod
+    def forward(
+        context: Any, rows: torch.Tensor, group: ProcessGroup, sent: list[int], received: list[int], padding: int
+    ) -> torch.Tensor:
+        context.group, context.sent, context.received = group, sent, received
+        return _all_to_all(rows, group, sent, received, padding)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        arrived = gradient[: sum(context.received)]
+        return _all_to_all(arrived, context.group, context.received, context.sent, 0), None, None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor, group: ProcessGroup, sent: list[int], received: list[int], padding: int
+) -> torch.Tensor:
+    arriving = sum(received)
+    result = rows.new_empty((arriving + padding, *rows.shape[1:]))
+    result[arriving:].zero_()
+    all_to_all_single(result[:arriving], rows.contiguous(), received, sent, group=group)
+    return result
