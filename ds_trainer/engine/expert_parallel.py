@@ -28,6 +28,7 @@ IMPLEMENTATION = "ds_trainer_expert_parallel"
 _GROUP = "ds_trainer_experts"
 _SLICE = "ds_trainer_expert_slice"
 _EXCHANGE = "ds_trainer_exchange"
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")  # of the schedules of torch
 _NONE = (
     "expert_parallel_size={size}, but {model} has no experts that can be divided: modules with stacked weights "
     "[experts, ...] whose function transformers lets be replaced. Set expert_parallel_size to 1."
@@ -114,12 +115,16 @@ def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights
     return exchange(module, hidden, experts, weights)
 
 
-def separate_experts(groups: list[dict[str, Any]]) -> None:
+def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> None:
     """Divides each parameter group of ``groups`` that has experts and other parameters, in place.
 
     DeepSpeed shards a group of parameters over one group of ranks.
+
+    Args:
+        groups: of an optimizer.
+        schedule: of that optimizer, which keeps a value for each group; None if there is none yet.
     """
-    for group in list(groups):
+    for index, group in enumerate(list(groups)):
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         if not experts:
             continue
@@ -128,6 +133,9 @@ def separate_experts(groups: list[dict[str, Any]]) -> None:
         if rest:
             group["params"] = rest
             groups.append({**group, "params": experts, **marks})
+            for name in _BY_GROUP:
+                if isinstance(values := getattr(schedule, name, None), list):
+                    values.append(values[index])
         else:
             group.update(marks)
 

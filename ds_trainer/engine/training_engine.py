@@ -20,7 +20,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses, without_graph
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
-from ds_trainer.engine.expert_parallel import declared_experts, divide_experts, exchanges, separate_experts
+from ds_trainer.engine.expert_parallel import declared_experts, divide_experts, exchanges
 from ds_trainer.engine.finite_step import (
     SkippedStepError,
     attributes,
@@ -146,7 +146,6 @@ class TrainingEngine:
         compile_muon_when_called()
         spare_host_time()
         divide_experts(model, self.groups)
-        separate_experts(optimizer if isinstance(optimizer, list) else optimizer.param_groups)
         placed = loading_weights(model, self.groups, mpu)
         partitioned: AbstractContextManager[None] = nullcontext()
         if layout.tp > 1:

@@ -132,7 +132,7 @@ class Engines:
             use_sharded_attention(model, layout)
         note_origin(model)
         start = time.perf_counter()
-        if config.zero_stage == 3 or layout.tp > 1:
+        if config.zero_stage == 3 or layout.tp > 1 or layout.ep > 1:
             if self._evaluation is None:
                 from ds_trainer.engine.evaluation_engine import EvaluationEngine
 
