@@ -9,13 +9,13 @@ all ranks at every ZeRO stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, all_gather_into_tensor
 
 from ds_trainer.parallel.expert_exchange import ExpertExchange
 from ds_trainer.parallel.groups import ParallelGroups
@@ -29,6 +29,9 @@ _GROUP = "ds_trainer_experts"
 _SLICE = "ds_trainer_expert_slice"
 _EXCHANGE = "ds_trainer_exchange"
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")  # of the schedules of torch
+_DIVIDED_FROM = "ds_trainer_divided_from"  # a key of a parameter group: the index of the other part
+EXPERT_MARKS = ("moe", "name", _DIVIDED_FROM)
+"""Keys that are set in parameter groups of experts, two of them for DeepSpeed."""
 _NONE = (
     "expert_parallel_size={size}, but {model} has no experts that can be divided: modules with stacked weights "
     "[experts, ...] whose function transformers lets be replaced. Set expert_parallel_size to 1."
@@ -44,6 +47,13 @@ def expert_slice(parameter: torch.Tensor) -> ShardSlice | None:
 def is_expert(parameter: torch.Tensor) -> bool:
     """Whether this rank holds a part of the experts of ``parameter``."""
     return hasattr(parameter, _SLICE)
+
+
+def all_experts(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """The stacked weight ``parameter`` with all experts, of which this rank has ``part``. Collective over their ranks."""
+    whole = part.new_empty(getattr(parameter, _SLICE).shape)
+    all_gather_into_tensor(whole, part.contiguous(), group=parameter.ds_trainer_expert_ranks)
+    return whole
 
 
 def weight_group(parameter: torch.Tensor, groups: ParallelGroups) -> ProcessGroup:
@@ -105,6 +115,7 @@ def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..
         parameter.group_name = parameter.ds_zero_partition_group_name = _GROUP
         parameter.ds_zero_placement_family = "autoep_expert"
         parameter.ds_zero_partition_process_group = groups.expert_replicas
+        parameter.ds_trainer_expert_ranks = groups.experts
     exchange = ExpertExchange(name, groups.experts, local, product)
     object.__setattr__(module, _EXCHANGE, exchange)
     module.num_experts = local
@@ -132,12 +143,33 @@ def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> None
         marks = {"moe": True, "name": _GROUP}
         if rest:
             group["params"] = rest
-            groups.append({**group, "params": experts, **marks})
+            groups.append({**group, "params": experts, **marks, _DIVIDED_FROM: index})
             for name in _BY_GROUP:
                 if isinstance(values := getattr(schedule, name, None), list):
                     values.append(values[index])
         else:
             group.update(marks)
+
+
+def of_whole_groups(values: Sequence[Any], groups: list[dict[str, Any]]) -> list[Any]:
+    """``values``, one for each of ``groups``, without those of the groups that :func:`separate_experts` has added.
+
+    So a checkpoint does not depend on the number of ranks that divide the experts.
+    """
+    return [value for value, group in zip(values, groups, strict=True) if _DIVIDED_FROM not in group]
+
+
+def of_divided_groups(values: Sequence[Any], groups: list[dict[str, Any]]) -> list[Any]:
+    """The inverse of :func:`of_whole_groups`: an added group has the value of the group that it was taken from."""
+    return [*values, *(values[group[_DIVIDED_FROM]] for group in groups if _DIVIDED_FROM in group)]
+
+
+def schedule_state(state: Any, groups: list[dict[str, Any]], convert: Callable[..., list[Any]]) -> Any:
+    """The ``state_dict`` of a schedule with its values for each parameter group converted."""
+    if isinstance(state, dict):
+        changed = {key: schedule_state(value, groups, convert) for key, value in state.items()}
+        return {k: convert(v, groups) if k in _BY_GROUP and isinstance(v, list) else v for k, v in changed.items()}
+    return [schedule_state(one, groups, convert) for one in state] if isinstance(state, list) else state
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.engine.expert_parallel import all_experts, expert_slice, is_expert
 from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
 from ds_trainer.engine.tensor_parallel.slices import is_sliced, sliced_layers, whole_shape
 
@@ -29,6 +30,8 @@ def is_released(parameter: Any) -> bool:
 
 def full_numel(parameter: torch.Tensor) -> int:
     """Number of elements of the full tensor, even if this rank holds only a shard."""
+    if (part := expert_slice(parameter)) is not None:
+        return math.prod(part.shape)
     if is_sliced(parameter):
         return math.prod(whole_shape(parameter))
     return int(getattr(parameter, "ds_numel", parameter.numel()))
@@ -36,6 +39,8 @@ def full_numel(parameter: torch.Tensor) -> int:
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Shape of the full tensor, even if this rank holds only a shard."""
+    if (part := expert_slice(parameter)) is not None:
+        return part.shape
     if is_sliced(parameter):
         return whole_shape(parameter)
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -62,9 +67,12 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
         zero = deepspeed.zero.GatheredParameters(sharded)
     with zero:
-        slices = [(p, p.data) for p in involved.values() if is_sliced(p)]
+        slices = [(p, p.data) for p in involved.values() if is_sliced(p) or is_expert(p)]
         for layer in layers:
             layer.gather_params([layer.weight, layer.bias])
+        for parameter, data in slices:
+            if is_expert(parameter):
+                parameter.data = all_experts(parameter, data)
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_trainer.engine.expert_parallel import EXPERT_MARKS, of_divided_groups, of_whole_groups, schedule_state
 from ds_trainer.engine.state.state_devices import on_device
 from ds_trainer.utils.errors import ConfigError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # This run's choice of implementation, which also determines the device of the counters.
 _IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+_OWN = frozenset({"params", *EXPERT_MARKS})  # of this run
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -42,7 +44,7 @@ def _optimizer(engine: DeepSpeedEngine) -> Any:
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
     """Settings of each parameter group. Excludes a reference to the optimizer's state, which is saved as shards."""
     state = optimizer.state
-    return [{k: v for k, v in group.items() if k != "params" and v is not state} for group in optimizer.param_groups]
+    return [{k: v for k, v in group.items() if k not in _OWN and v is not state} for group in optimizer.param_groups]
 
 
 def _device(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> torch.device:
@@ -67,8 +69,11 @@ def read_client_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "scales": [{name: getattr(s, name) for name in _SCALES if hasattr(s, name)} for s in _scalers(engine)],
-        "parts": {name: part.state_dict() for name, part in _stateful(engine)},
-        "groups": _settings(_optimizer(engine)),
+        "parts": {
+            name: schedule_state(part.state_dict(), _optimizer(engine).param_groups, of_whole_groups)
+            for name, part in _stateful(engine)
+        },
+        "groups": of_whole_groups(_settings(_optimizer(engine)), _optimizer(engine).param_groups),
     }
 
 
@@ -84,15 +89,16 @@ def write_client_state(engine: DeepSpeedEngine, client_state: Mapping[str, Any],
         ConfigError: the number of parameter groups differs.
     """
     groups = _optimizer(engine).param_groups
-    if len(groups) != len(client_state["groups"]):
+    whole = of_whole_groups(groups, groups)
+    if len(whole) != len(client_state["groups"]):
         raise ConfigError(
             f"The checkpoint's optimizer has {len(client_state['groups'])} parameter groups, this one has "
-            f"{len(groups)}: make them equal (decay_parameters and create_optimizer choose them), or start a new run "
+            f"{len(whole)}: make them equal (decay_parameters and create_optimizer choose them), or start a new run "
             "from the checkpoint's weights."
         )
-    for group, saved in zip(groups, client_state["groups"], strict=True):
+    for group, saved in zip(groups, of_divided_groups(client_state["groups"], groups), strict=True):
         for key, value in saved.items():
-            if key not in keep and key not in _IMPLEMENTATION:
+            if key not in keep and key not in _OWN and key not in _IMPLEMENTATION:
                 group[key] = _setting(group.get(key), value, _device(engine, group))
     for name, value in client_state["counters"].items():
         setattr(engine, name, value)
@@ -101,4 +107,4 @@ def write_client_state(engine: DeepSpeedEngine, client_state: Mapping[str, Any],
             setattr(scaler, name, value)
     for name, part in _stateful(engine):
         if name in client_state["parts"] and name not in keep:
-            part.load_state_dict(client_state["parts"][name])
+            part.load_state_dict(schedule_state(client_state["parts"][name], groups, of_divided_groups))

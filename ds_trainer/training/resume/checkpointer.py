@@ -21,6 +21,7 @@ from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
 from ds_trainer.checkpoint.weights.base_digest import BaseDigest
 from ds_trainer.checkpoint.weights.model_description import description_files
 from ds_trainer.data.position import DataPosition
+from ds_trainer.engine.expert_parallel import of_divided_groups, of_whole_groups, schedule_state
 from ds_trainer.engine.state.flat_partitions import UnknownState
 from ds_trainer.engine.state.state_shards import all_in_memory
 from ds_trainer.training.hub.publisher import HubPublisher
@@ -127,6 +128,7 @@ class Checkpointer:
         self.evaluation_is_due = resumption.evaluation_is_due
         at, manager = resumption.position(run.plan), self.manager(run.events.state)
         schedule = manager.load(resumption.path, changes.settings(args), states=not changes.optimizer)
+        schedule = schedule_state(schedule, run.optimizer.param_groups, of_divided_groups)
         run.events.state = self._merged_state(resumption.state, at)
         if changes.schedule:
             move_schedule(run.lr_scheduler, schedule, run.events.state.global_step)
@@ -191,6 +193,7 @@ class Checkpointer:
         first = self._resumption is not None and resumption.path == self._resumption.path
         changes = self._changes if first else Changes({})  # later checkpoints have the values of this run
         schedule = self.manager(state).load(resumption.path, changes.settings(self._run.events.args))
+        schedule = schedule_state(schedule, self._run.optimizer.param_groups, of_divided_groups)
         restored = self._merged_state(resumption.state, resumption.position(self._run.plan))
         vars(state).update(vars(restored))  # in place: the loop and callbacks hold this object
         if first and self._moved_schedule is not None:
@@ -352,7 +355,8 @@ class Checkpointer:
         files: list[CheckpointFile] = [GeneratedFile(STATE_FILE, lambda: written.to_json().encode())]
         files += run_files(run, self.cursor, self.guard, self.evaluation_is_due)
         if not run.events.args.save_only_model:
-            files.append(InMemoryFile.of(SCHEDULE_FILE, run.lr_scheduler.state_dict()))
+            state_dict = schedule_state(run.lr_scheduler.state_dict(), run.optimizer.param_groups, of_whole_groups)
+            files.append(InMemoryFile.of(SCHEDULE_FILE, state_dict))
             with original_cache_settings(run.model):  # these files allow an export of the weights without the model
                 files += map(FallbackFile, description_files(run.model, run.processing_class))
         return files
