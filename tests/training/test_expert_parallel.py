@@ -1,0 +1,133 @@
+"""Experts over several ranks: loss, gradient norm and weights are those of plain PyTorch in one process.
+
+With SGD and active clipping: Adam would hide a factor in the gradients of the experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.support.compare import assert_equal
+from tests.support.expert_models import CONFIGURATIONS, VOCABULARY, maker
+from tests.support.oracle import Trajectory, train_plainly
+from tests.support.pool import pool
+from tests.support.runs import train_and_report
+
+STEPS, BATCH, CLIP, RATE = 5, 16, 0.3, 0.5
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Samples of 12 tokens; every third has fewer targets, every fifth padding at its end."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for index in range(STEPS * BATCH):
+        ids = torch.randint(1, VOCABULARY, (12,), generator=generator)
+        mask, labels = torch.ones_like(ids), ids.clone()
+        if index % 3 == 0:
+            labels[:5] = -100
+        if index % 5 == 0:
+            ids[8:], mask[8:], labels[8:] = 0, 0, -100
+        rows.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return rows
+
+
+_oracles: dict[str, Trajectory] = {}
+
+
+def oracle(family: str, **options: Any) -> Trajectory:
+    """What one process of plain PyTorch does, computed once for each model."""
+    key = f"{family} {options}"
+    if key not in _oracles:
+        values: dict[str, Any] = dict(optimizer="sgd", learning_rate=RATE, weight_decay=0.0, clip=CLIP)
+        _oracles[key] = train_plainly(maker(family, **options)(), samples(), global_batch=BATCH, steps=STEPS, **values)
+    return _oracles[key]
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    ranks: int
+    experts: int
+    stage: int
+    family: str = "qwen3_moe"
+    accumulation: int = 1
+    recomputes: bool = False
+    axes: tuple[tuple[str, int], ...] = ()
+    to_one: bool = False
+
+    @property
+    def name(self) -> str:
+        """For pytest."""
+        others = [f"{axis}{size}" for axis, size in self.axes]
+        others += ["recomputes"] * self.recomputes + ["to_one"] * self.to_one
+        return "-".join([self.family, f"{self.ranks}ranks", f"ep{self.experts}", f"zero{self.stage}", *others])
+
+
+def train(case: Case, directory: Any) -> Trajectory:
+    """The run on real ranks, which all report the same."""
+    replicas = case.ranks
+    for _, size in case.axes:
+        replicas //= size
+    arguments: dict[str, Any] = dict(
+        zero_stage=case.stage,
+        expert_parallel_size=case.experts,
+        per_device_train_batch_size=BATCH // replicas // case.accumulation,
+        gradient_accumulation_steps=case.accumulation,
+        gradient_checkpointing=case.recomputes,
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=RATE,
+        weight_decay=0.0,
+        max_grad_norm=CLIP,
+        self_test="never",
+        **{f"{axis}_parallel_size": size for axis, size in case.axes},
+    )
+    options = {"to_one_expert": True} if case.to_one else {}
+    make = maker(case.family, **options)
+    reports = pool(case.ranks).run(_train, make, str(directory), arguments)
+    for report in reports[1:]:
+        assert_equal(report, reports[0], 1e-6)
+    return reports[0]
+
+
+def _train(make: Any, directory: str, arguments: dict[str, Any]) -> Trajectory:
+    return train_and_report(make, samples, directory, **arguments)
+
+
+def check(case: Case, directory: Any) -> None:
+    """The run against the oracle."""
+    options = {"to_one_expert": True} if case.to_one else {}
+    assert_equal(train(case, directory), oracle(case.family, **options), 2e-6)
+
+
+DEFAULT = [
+    *(Case(2, 2, stage) for stage in range(4)),
+    Case(4, 2, 1, accumulation=2),
+    Case(4, 2, 3, "deepseek_v3", recomputes=True),
+    Case(4, 4, 2, "gpt_oss"),
+    Case(2, 2, 2, recomputes=True, accumulation=4),
+    Case(2, 2, 3, to_one=True),
+]
+AXES = [
+    *(Case(4, 2, stage, axes=((axis, 2),)) for stage in (1, 3) for axis in ("tensor", "context", "sequence")),
+    Case(4, 4, 2, axes=(("context", 2),)),
+]
+FAMILIES = [Case(2, 2, index % 4, family) for index, family in enumerate(CONFIGURATIONS) if family != "qwen3_moe"]
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=lambda case: case.name)
+def test_numbers_are_those_of_one_process(case: Case, tmp_path: Any) -> None:
+    check(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", AXES, ids=lambda case: case.name)
+def test_other_axes(case: Case, tmp_path: Any) -> None:
+    check(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_families(case: Case, tmp_path: Any) -> None:
+    check(case, tmp_path)
