@@ -107,12 +107,26 @@ ENGINE_ROWS = (
         "engine/topology.py",
         "ranks reduce over wrong groups",
         "an error at start if sizes or members differ",
-        replaces=of(GROUPS, "mpu", "_DATA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
+        replaces=(
+            *of(GROUPS, "mpu", "_DATA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
+            *of(GROUPS, "_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"),
+        ),
         relies_on=of(
             GROUPS,
             "get_tensor_model_parallel_group",
             "_get_data_parallel_group",
             "_get_zero_param_intra_parallel_group",
+        ),
+    ),
+    Row(
+        "engine/expert_parallel.py",
+        "gradients of experts are reduced or averaged over wrong ranks",
+        "the micro-batch that is computed with and without divided experts",
+        relies_on=(
+            *of(ENGINE, "_reduce_expert_gradients", "_broadcast_model", "_get_gradients_for_reduction"),
+            *of(ZERO12, "average_tensor", "_configure_moe_settings"),
+            *of(ZERO3, "_get_param_partition_group", "_autoep_expert_parallel_group"),
+            "deepspeed.moe.utils:is_moe_param",
         ),
     ),
     Row(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.expert_parallel import declared_experts, divide_experts
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import end_registrations
@@ -80,9 +79,7 @@ class EvaluationEngine:
         self._zero3 = Zero3Parts(model) if config.zero_stage == 3 else None
         if self._zero3 is None:
             end_registrations()
-        divide_experts(model, self.groups)
-        declared = declared_experts(model, self.groups, config.zero_stage)
-        with declared, complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
+        with complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)
         follow_modes(self.deepspeed)
         install_mpu(self.deepspeed, mpu)

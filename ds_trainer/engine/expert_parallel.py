@@ -1,16 +1,15 @@
 """Expert parallelism: the ranks that see different tokens hold different experts of a mixture.
 
-Of a model of transformers only the function that computes its experts is replaced (``ALL_EXPERTS_FUNCTIONS``): router,
-shared experts, names and auxiliary losses stay its own. The stacked weights of the experts, ``[experts, ...]``, are
-divided along their first dimension. DeepSpeed (0.19.8) knows by the marks of its own mixtures that such a weight is
-replicated over some of the ranks only, and reduces, shards and broadcasts it there; gradients are divided by the number of
-all ranks at every ZeRO stage.
+Of a model of transformers only the function that computes its experts is replaced (``ALL_EXPERTS_FUNCTIONS``):
+router, shared experts, names and auxiliary losses stay its own. The stacked weights of the experts,
+``[experts, ...]``, are divided along their first dimension. DeepSpeed (0.19.8) knows by the marks of its own mixtures
+that such a weight is replicated over some of the ranks only, and reduces, shards and broadcasts it there; gradients
+are divided by the number of all ranks at every ZeRO stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +19,18 @@ from torch.distributed import ProcessGroup, all_gather_into_tensor
 from ds_trainer.parallel.expert_exchange import ExpertExchange
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.shard_slices import ShardSlice
-from ds_trainer.utils.errors import ConfigError
 
-IMPLEMENTATION = "ds_trainer_expert_parallel"
-"""The name under which transformers finds the function."""
+EXPERTS = "ds_trainer_experts"
+"""DeepSpeed's name of the ranks that divide experts, and of parameter groups of experts."""
 
-_GROUP = "ds_trainer_experts"
 _SLICE = "ds_trainer_expert_slice"
-_EXCHANGE = "ds_trainer_exchange"
+EXCHANGE = "ds_trainer_exchange"
+"""The attribute of a module of experts that sends its tokens."""
+
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")  # of the schedules of torch
 _DIVIDED_FROM = "ds_trainer_divided_from"  # a key of a parameter group: the index of the other part
 EXPERT_MARKS = ("moe", "name", _DIVIDED_FROM)
 """Keys that are set in parameter groups of experts, two of them for DeepSpeed."""
-_NONE = (
-    "expert_parallel_size={size}, but {model} has no experts that can be divided: modules with stacked weights "
-    "[experts, ...] whose function transformers lets be replaced. Set expert_parallel_size to 1."
-)
-_UNEVEN = "expert_parallel_size={size} does not divide the {experts} experts of {name}. Set it to {sizes}."
 
 
 def expert_slice(parameter: torch.Tensor) -> ShardSlice | None:
@@ -50,7 +44,7 @@ def is_expert(parameter: torch.Tensor) -> bool:
 
 
 def all_experts(parameter: Any, part: torch.Tensor) -> torch.Tensor:
-    """The stacked weight ``parameter`` with all experts, of which this rank has ``part``. Collective over their ranks."""
+    """The stacked weight ``parameter`` with all experts, of which this rank has ``part``. Collective."""
     whole = part.new_empty(getattr(parameter, _SLICE).shape)
     all_gather_into_tensor(whole, part.contiguous(), group=parameter.ds_trainer_expert_ranks)
     return whole
@@ -61,72 +55,21 @@ def weight_group(parameter: torch.Tensor, groups: ParallelGroups) -> ProcessGrou
     return groups.expert_replicas if is_expert(parameter) else groups.seq_data_parallel
 
 
-def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """The modules of ``model`` that hold stacked weights of experts, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+def mark_experts(parameter: Any, experts: int, groups: ParallelGroups) -> None:
+    """Leaves this rank its part of ``parameter``, the stacked weights of ``experts`` experts."""
+    rank, local = groups.experts.rank(), experts // groups.layout.ep
+    part = ShardSlice(tuple(parameter.shape), 0, 0, 0, ((rank * local, local),))
+    setattr(parameter, _SLICE, part.run(0, part.slice_numel))
+    parameter.data = parameter.data[rank * local : (rank + 1) * local].clone()
+    # DeepSpeed's marks: replicated over the ranks of a group of this name only, and not over all.
+    parameter.allreduce = False
+    parameter.group_name = parameter.ds_zero_partition_group_name = EXPERTS
+    parameter.ds_zero_placement_family = "autoep_expert"
+    parameter.ds_zero_partition_process_group = groups.expert_replicas
+    parameter.ds_trainer_expert_ranks = groups.experts
 
 
-def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
-    """Leaves this rank its experts of ``model``, and lets it exchange tokens with the others. Once for each model.
-
-    Raises:
-        ConfigError: the model has no such experts, or their number cannot be divided.
-    """
-    size = groups.layout.ep
-    if size == 1 or any(is_expert(parameter) for parameter in model.parameters()):
-        return
-    layers = expert_layers(model)
-    if not layers:
-        raise ConfigError(_NONE.format(size=size, model=type(model).__name__))
-    for name, module in layers.items():
-        experts = module.num_experts
-        if experts % size:
-            sizes = " or ".join(str(number) for number in range(1, experts + 1) if experts % number == 0)
-            raise ConfigError(_UNEVEN.format(size=size, experts=experts, name=name, sizes=sizes))
-    configs = {id(module.config): module.config for module in layers.values()}
-    products = {key: _product(config) for key, config in configs.items()}
-    for name, module in layers.items():
-        _divide(name, module, groups, products[id(module.config)])
-
-
-def _product(config: Any) -> Callable[..., Any]:
-    """The function that computes the experts of a model; grouped products in the place of its own loop."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    chosen = config._experts_implementation
-    product: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS.get(chosen if chosen in ALL_EXPERTS_FUNCTIONS else "grouped_mm")
-    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _exchanged
-    config._experts_implementation = IMPLEMENTATION
-    return product
-
-
-def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..., Any]) -> None:
-    experts, rank = module.num_experts, groups.experts.rank()
-    local = experts // groups.layout.ep
-    for parameter in module.parameters(recurse=False):
-        shape = tuple(parameter.shape)
-        if shape[:1] != (experts,):
-            continue
-        part = ShardSlice(shape, 0, 0, 0, ((rank * local, local),))
-        setattr(parameter, _SLICE, part.run(0, part.slice_numel))
-        parameter.data = parameter.data[rank * local : (rank + 1) * local].clone()
-        # DeepSpeed's marks: replicated over the ranks of a group of this name only, and not over all.
-        parameter.allreduce = False
-        parameter.group_name = parameter.ds_zero_partition_group_name = _GROUP
-        parameter.ds_zero_placement_family = "autoep_expert"
-        parameter.ds_zero_partition_process_group = groups.expert_replicas
-        parameter.ds_trainer_expert_ranks = groups.experts
-    exchange = ExpertExchange(name, groups.experts, local, product)
-    object.__setattr__(module, _EXCHANGE, exchange)
-    module.num_experts = local
-
-
-def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    exchange: ExpertExchange = getattr(module, _EXCHANGE)
-    return exchange(module, hidden, experts, weights)
-
-
-def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> None:
+def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> list[dict[str, Any]]:
     """Divides each parameter group of ``groups`` that has experts and other parameters, in place.
 
     DeepSpeed shards a group of parameters over one group of ranks.
@@ -134,13 +77,16 @@ def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> None
     Args:
         groups: of an optimizer.
         schedule: of that optimizer, which keeps a value for each group; None if there is none yet.
+
+    Returns:
+        ``groups``.
     """
     for index, group in enumerate(list(groups)):
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         if not experts:
             continue
         rest = [parameter for parameter in group["params"] if not is_expert(parameter)]
-        marks = {"moe": True, "name": _GROUP}
+        marks = {"moe": True, "name": EXPERTS}
         if rest:
             group["params"] = rest
             groups.append({**group, "params": experts, **marks, _DIVIDED_FROM: index})
@@ -149,6 +95,7 @@ def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> None
                     values.append(values[index])
         else:
             group.update(marks)
+    return groups
 
 
 def of_whole_groups(values: Sequence[Any], groups: list[dict[str, Any]]) -> list[Any]:
@@ -172,30 +119,11 @@ def schedule_state(state: Any, groups: list[dict[str, Any]], convert: Callable[.
     return [schedule_state(one, groups, convert) for one in state] if isinstance(state, list) else state
 
 
-@contextmanager
-def declared_experts(model: nn.Module, groups: ParallelGroups, stage: int) -> Iterator[None]:
-    """Inside, an engine is created that knows the groups of the experts of ``model``."""
-    if not any(is_expert(parameter) for parameter in model.parameters()):
-        yield
-        return
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.utils import groups as library
-
-    library._EXPERT_PARALLEL_GROUP[_GROUP] = groups.experts
-    library._EXPERT_DATA_PARALLEL_GROUP[_GROUP] = groups.expert_replicas
-    original = DeepSpeedEngine._configure_distributed_model
-
-    def configure(engine: Any, module: nn.Module) -> None:
-        engine.has_moe_layers = stage < 3  # at stage 3 the marks are enough, and it asks for layers of its own
-        original(engine, module)
-
-    DeepSpeedEngine._configure_distributed_model = configure
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._configure_distributed_model = original
+def has_trained_experts(model: nn.Module) -> bool:
+    """Whether this rank trains a part of the experts. Frozen ones are in no group of parameters."""
+    return any(is_expert(parameter) and parameter.requires_grad for parameter in model.parameters())
 
 
 def exchanges(model: nn.Module) -> list[ExpertExchange]:
     """What the layers of ``model`` exchange tokens with."""
-    return [getattr(module, _EXCHANGE) for module in model.modules() if hasattr(module, _EXCHANGE)]
+    return [getattr(module, EXCHANGE) for module in model.modules() if hasattr(module, EXCHANGE)]

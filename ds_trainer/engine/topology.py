@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.expert_parallel import EXPERTS
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import Mpu, ParallelGroups, group_along
 from ds_trainer.utils.errors import ConfigError
@@ -26,6 +27,8 @@ def set_deepspeed_groups(parallel: ParallelGroups, config: CompiledConfig) -> Mp
     groups._TENSOR_MODEL_PARALLEL_GROUP = parallel.tp
     groups._MODEL_PARALLEL_GROUP = parallel.tp
     groups._DATA_PARALLEL_GROUP = parallel.seq_data_parallel
+    groups._EXPERT_PARALLEL_GROUP = {EXPERTS: parallel.experts}
+    groups._EXPERT_DATA_PARALLEL_GROUP = {EXPERTS: parallel.expert_replicas}
     second = config.hpz_partition_size
     # hpZ: DeepSpeed would create the groups of all ranks on every rank. It may do so if there is only one group: given
     # the default group, it would count ranks in an endless loop (get_all_ranks_from_group).
@@ -39,6 +42,7 @@ def reset_deepspeed_groups() -> None:
     from deepspeed.utils import groups
 
     groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
+    groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP = {}, {}
     groups.mpu = groups.mesh_device = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 

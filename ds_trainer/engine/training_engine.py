@@ -20,7 +20,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses, without_graph
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
-from ds_trainer.engine.expert_parallel import declared_experts, divide_experts, exchanges
+from ds_trainer.engine.expert_parallel import exchanges
 from ds_trainer.engine.finite_step import (
     SkippedStepError,
     attributes,
@@ -145,7 +145,6 @@ class TrainingEngine:
         reset_autocast(model)
         compile_muon_when_called()
         spare_host_time()
-        divide_experts(model, self.groups)
         placed = loading_weights(model, self.groups, mpu)
         partitioned: AbstractContextManager[None] = nullcontext()
         if layout.tp > 1:
@@ -158,7 +157,6 @@ class TrainingEngine:
             placed,
             bounded_creation() as spared,
             keep_adagrad_groups(),
-            declared_experts(model, self.groups, self.stage),
             own_gradient_partition(),
         ):
             keywords = {argument: optimizer, "config": deepspeed_settings(config), "mpu": mpu}

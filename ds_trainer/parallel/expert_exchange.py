@@ -1,8 +1,8 @@
-"""Sends each token to the ranks that hold its experts, and the results back: two all-to-alls a layer, in each direction.
+"""Sends each token to the ranks that hold its experts, and the results back: two all-to-alls a layer each way.
 
-Nothing is dropped and nothing is routed anew: the router of the model decides, and each rank multiplies by the weights of
-its own tokens. A rank to which no token goes, or whose experts get none, runs the same operations on a row of zeros, so
-that its gradients are zeros and no other rank waits for it.
+Nothing is dropped and nothing is routed anew: the router of the model decides, and each rank multiplies by the weights
+of its own tokens. A rank to which no token goes, or whose experts get none, runs the same operations on a row of
+zeros, so that its gradients are zeros and no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Route(NamedTuple):
 
     Attributes:
         order: the pairs of token and expert of this rank, sorted by expert: int64 ``[pairs]``.
-        local: the expert, of those of this rank, for each row that arrives, and 0 for the row of zeros after them: int64
-            ``[rows + 1]``.
+        local: the expert, of those of this rank, for each row that arrives, and 0 for the row of zeros after them:
+            int64 ``[rows + 1]``.
         sent: rows for each rank of the group.
         received: rows from each rank of the group.
     """
@@ -39,8 +39,8 @@ class ExpertExchange:
         name: of the layer, for errors.
         group: the ranks, in the order of their experts.
         local_experts: how many a rank holds.
-        product: computes ``(module, rows [n, hidden], experts [n, 1], weights [n, 1]) -> [n, hidden]`` with the experts of
-            this rank.
+        product: computes ``(module, rows [n, hidden], experts [n, 1], weights [n, 1]) -> [n, hidden]`` with the experts
+            of this rank.
     """
 
     def __init__(self, name: str, group: ProcessGroup, local_experts: int, product: Callable[..., Any]) -> None:

@@ -5,9 +5,10 @@ then sequence (Ulysses), context (ring attention) and data parallelism::
 
     rank = ((dp_rank * cp + cp_rank) * sp + sp_rank) * tp + tp_rank
 
-A *replica* is the ``cp x sp x tp`` ranks that work on the same samples. ZeRO shards over the *seq_data_parallel group*:
-the ``dp x cp x sp`` ranks with the same tensor-parallel coordinate, which hold the same parameters and see different
-tokens. Expert parallelism divides that group: ``ep`` neighbors hold different experts, and every ``ep``-th rank the same.
+A *replica* is the ``cp x sp x tp`` ranks that work on the same samples. ZeRO shards over the *seq_data_parallel
+group*: the ``dp x cp x sp`` ranks with the same tensor-parallel coordinate, which hold the same parameters and see
+different tokens. Expert parallelism divides that group: ``ep`` neighbors hold different experts, and every ``ep``-th
+rank the same.
 """
 
 from __future__ import annotations

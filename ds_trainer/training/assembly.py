@@ -16,7 +16,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.callbacks.protocol import CallbackHandler
 from ds_trainer.callbacks.state import TrainerState
-from ds_trainer.engine.expert_parallel import divide_experts, separate_experts
+from ds_trainer.engine.expert_parallel import separate_experts
 from ds_trainer.engine.quantized_weights import disable_cpu_repacking
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.library_optimizer_builder import move_grokadamw_state_to_optimizer_state
@@ -24,7 +24,7 @@ from ds_trainer.optim.optimizer_builder import parameter_groups, parameters_of_g
 from ds_trainer.optim.weight_swapping import check_weight_swapping
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
-from ds_trainer.training.engines import Engines
+from ds_trainer.training.engines import Engines, divide_model
 from ds_trainer.training.hub.publisher import HubPublisher
 from ds_trainer.training.loading.model_argument import resolve_model
 from ds_trainer.training.loading.weight_check import note_origin
@@ -366,9 +366,8 @@ class Assembly:
         """Trainable parameters with and without weight decay."""
         trainer = self.trainer
         model = trainer.model if model is None else model
-        groups = parameter_groups(model, trainer.get_decay_parameter_names(model), self.args.weight_decay)
-        separate_experts(groups)
-        return groups
+        named = trainer.get_decay_parameter_names(model)
+        return separate_experts(parameter_groups(model, named, self.args.weight_decay))
 
     def build_engine(self, num_training_steps: int) -> None:
         """Build optimizer, schedule and engine, in this order: the engine wraps the results of overridable methods."""
@@ -378,17 +377,12 @@ class Assembly:
         model = trainer.model
         note_origin(model)
         adapt_model(model, self.args, self.compiled, trainer.processing_class)
-        if self.layout.cp * self.layout.sp > 1:
-            from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
-
-            use_sharded_attention(model, self.layout)
-        divide_experts(model, self.groups)
+        divide_model(model, self.layout, self.layout.cp * self.layout.sp > 1)
         trainer.create_optimizer_and_scheduler(num_training_steps)
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, model, self.compiled, type(trainer).__name__)
         check_weight_swapping(trainer.optimizer, self.compiled.zero_stage, self.compiled.precision.dtype)
         move_grokadamw_state_to_optimizer_state(trainer.optimizer)
-        if trainer.optimizer is not None:
-            separate_experts(trainer.optimizer.param_groups, trainer.lr_scheduler)  # those of a script
+        separate_experts(getattr(trainer.optimizer, "param_groups", []), trainer.lr_scheduler)  # those of a script
         optimizer = self.parameter_groups() if trainer.optimizer is None else trainer.optimizer
         self.group_parameters = parameters_of_groups(optimizer)
         engine = self.engines.build(model, optimizer, self.args, self.compiled, self.layout, self.reads_logits)

@@ -14,6 +14,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.loading.load_report import LoadReport
 from ds_trainer.engine.weights import HALF_TYPES
+from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loading.model_argument import MeasuredLoad, is_on_meta, put_on_device
 from ds_trainer.training.loading.weight_check import WeightCheck, note_origin
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
     from ds_trainer.training.generation.generation_phase import GenerationPhase
 
 NO_ENGINE = "There is no engine yet: train() builds it."
+
+
+def divide_model(model: nn.Module, layout: ParallelLayout, sharded: bool) -> None:
+    """Prepare the layers of ``model`` for ranks that exchange tokens: sharded sequences and experts. Collective."""
+    if sharded:
+        from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
+
+        use_sharded_attention(model, layout)
+    if layout.ep > 1:
+        from ds_trainer.training.model.expert_division import divide_experts
+
+        divide_experts(model, parallel_groups(layout))
 
 
 class Engines:
@@ -126,10 +139,7 @@ class Engines:
         if self._training is not None:
             module: nn.Module = self._training.deepspeed
             return module
-        if sharded:
-            from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
-
-            use_sharded_attention(model, layout)
+        divide_model(model, layout, sharded)
         note_origin(model)
         start = time.perf_counter()
         if config.zero_stage == 3 or layout.tp > 1 or layout.ep > 1:

@@ -217,6 +217,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "tensor_parallel_size": Effect(2, in_config("tensor_parallel.autotp_size")),
     "context_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).cp),
     "sequence_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).sp),
+    "expert_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).ep),
     "parallelism_config": Effect({"tp_size": 2}, in_config("tensor_parallel.autotp_size")),
     "logging_strategy": Effect("epoch", switches, {"logging_steps": 2}),
     "logging_steps": Effect(2, switches),

@@ -35,6 +35,7 @@ OWN = {
     "tensor_parallel_size",
     "context_parallel_size",
     "sequence_parallel_size",
+    "expert_parallel_size",
     "max_shard_size",
     "save_async",
     "save_model_in_checkpoints",

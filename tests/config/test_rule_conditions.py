@@ -64,8 +64,8 @@ _NVME = {"device": "nvme", "nvme_path": "/nvme"}
 _TWO_SLICES = {"world": 2, "tensor_parallel_size": 2}
 _ZENFLOW = {"zero_stage": 3, "device": "cuda", "deepspeed": zero(zenflow={"topk_ratio": 0.1})}
 _BARE = Environment(version=lambda package: None)
-_EXPERTS = {"expert_parallel": {"enabled": True}}
-_SLICED_EXPERTS = {"expert_parallel": {"enabled": True, "expert_tensor_parallel_size": 2}}
+_TWO_PARTS = {"world": 2, "expert_parallel_size": 2}
+_QUANTIZED = zero(zero_quantized_weights=True)
 
 CASES = [
     # -- precision ---------------------------------------------------------------------------------------------------
@@ -285,21 +285,17 @@ CASES = [
         activation_checkpointing=True,
         deepspeed={"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 2}},
     ),
-    keeps("expert-parallel-transformers", environment=Environment(version=lambda package: "5.23.0")),
-    keeps("expert-parallel-transformers", deepspeed={"expert_parallel": {"enabled": True}}, environment=_BARE),
-    keeps("expert-parallel-stage-3", zero_stage=2, deepspeed=_EXPERTS, environment=_BARE),
-    keeps("expert-parallel-stage-3", zero_stage=3, deepspeed=_EXPERTS, environment=_BARE),
-    keeps("expert-parallel-stage-3", zero_stage=3, world=2, deepspeed=zero(zero_hpz_partition_size=2)),
-    keeps("expert-parallel-stage-3", zero_stage=2, deepspeed=_SLICED_EXPERTS, environment=_BARE),
-    breaks("expert-parallel-stage-3", zero_stage=3, deepspeed=_SLICED_EXPERTS, environment=_BARE),
-    breaks(
-        "expert-parallel-stage-3",
-        zero_stage=3,
-        fp16=True,
-        device="cuda",
-        deepspeed={**_EXPERTS, **_INT4},
-        environment=_BARE,
-    ),
+    keeps("experts-at-stage-0-in-float32", zero_stage=0, **_TWO_PARTS),
+    keeps("experts-at-stage-0-in-float32", zero_stage=0, bf16=True),
+    keeps("experts-in-eager-mode", zero_stage=1, **_TWO_PARTS),
+    keeps("experts-in-eager-mode", zero_stage=1, torch_compile=True),
+    breaks("experts-in-eager-mode", zero_stage=1, fp8=True, device="cuda", bf16=True, **_TWO_PARTS),
+    keeps("experts-without-zeropp", zero_stage=3, **_TWO_PARTS),
+    keeps("experts-without-offload", zero_stage=3, **_TWO_PARTS),
+    breaks("experts-without-zeropp", device="cuda", zero_stage=3, **_TWO_PARTS, deepspeed=_QUANTIZED),
+    breaks("experts-without-offload", zero_stage=3, **_TWO_PARTS, offload_param="cpu"),
+    breaks("batch-size-search-needs-one-rank-per-replica", auto_find_batch_size=True, **_TWO_PARTS),
+    keeps("batch-size-search-needs-one-rank-per-replica", **_TWO_PARTS),
     *(keeps(f"{name}-needs-package", environment=_BARE) for name in ("datastates", "tensorboard", "wandb", "comet")),
 ]
 

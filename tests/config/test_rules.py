@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.config.environment import Environment
 from ds_trainer.config.rules import RULES
 from ds_trainer.utils.errors import ConfigError
 from tests.config.support import compiled, machine, said
@@ -30,13 +29,10 @@ def low_master_weights(dtype: str) -> dict[str, Any]:
     return {"deepspeed": {dtype: {"enabled": True, f"{dtype}_master_weights_and_grads": True}}}
 
 
-_CPU = {"device": "cpu"}
-_QUANTISED = {"zero_quantized_weights": True}
+_CPU, _QUANTISED = {"device": "cpu"}, {"zero_quantized_weights": True}
 _INT4, _HPZ = zero(zero_quantized_gradients=True), zero(zero_hpz_partition_size=2)
 _FP16 = {"fp16": True, "zero_stage": 3, "device": "cuda"}
-_EXPERTS = {"deepspeed": {"expert_parallel": {"enabled": True}}, "environment": Environment(version=lambda _: "5.22.1")}
 _STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-
 _ZENFLOW: dict[str, Any] = {"zero_stage": 3, "offload_optimizer": "cpu", "device": "cuda"}
 _ZENFLOW["deepspeed"] = zero(zenflow={"topk_ratio": 0.1})
 
@@ -342,17 +338,23 @@ EXAMPLES: dict[str, Example] = {
     },
     **{
         name.replace("_", "-"): Example(
-            {"deepspeed": {name: {"enabled": True}}}, {"deepspeed": {name: {"enabled": False}}}
+            {"deepspeed": {key: {"enabled": True}}}, {"deepspeed": {key: {"enabled": False}}}
         )
-        for name in ("data_efficiency", "hybrid_engine", "autotuning")
+        for name, key in (
+            *((key, key) for key in ("data_efficiency", "hybrid_engine", "autotuning")),
+            ("experts-are-divided-by-the-trainer", "expert_parallel"),
+        )
     },
     "pipeline": Example({"deepspeed": {"pipeline": {"stages": 2}}}, {"deepspeed": {}}),
-    "expert-parallel-transformers": Example(
-        {**_EXPERTS, "environment": Environment(version=lambda _: "5.23.0")}, _EXPERTS
-    ),
-    "expert-parallel-stage-3": Example(
-        {**_EXPERTS, "zero_stage": 3, "world": 2, "deepspeed": {**_EXPERTS["deepspeed"], **_HPZ}}, _EXPERTS
-    ),
+    **{
+        name: Example({"world": 2, "expert_parallel_size": 2, **arguments}, {"expert_parallel_size": 1})
+        for name, arguments in (
+            ("experts-without-zeropp", {"zero_stage": 3, "deepspeed": _HPZ}),
+            ("experts-at-stage-0-in-float32", {"zero_stage": 0, "bf16": True}),
+            ("experts-in-eager-mode", {"torch_compile": True}),
+            ("experts-without-offload", {"zero_stage": 2, "offload_optimizer": "cpu"}),
+        )
+    },
     "deepcompile-needs-gpu": Example({"deepspeed": {"compile": {"deepcompile": True}}}, {"device": "cuda"}),
     "checkpoint-writer-needs-gpu": Example(
         {"deepspeed": {"checkpoint": {"writer": {"type": "fast"}}}}, {"device": "cuda"}

@@ -21,7 +21,9 @@ _SHAPE: dict[str, Any] = dict(
     pad_token_id=0,
 )
 _DEEPSEEK: dict[str, Any] = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
-_SHARED: dict[str, Any] = dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=16)
+_SHARED: dict[str, Any] = dict(
+    n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=16
+)
 _LINEAR: dict[str, Any] = dict(
     linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ds_trainer.config.rules.rule_context import Rule, RuleContext
 
+_ZEROPP = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
 
-def _too_new_for_autoep(context: RuleContext) -> bool:
-    version = context.environment.version("transformers") if context.environment is not None else None
-    if version is None:
-        return False
-    major, minor, *_ = version.split(".")
-    return (int(major), int(minor)) >= (5, 23)
+
+def _zeropp(context: RuleContext) -> bool:
+    hpz, *quantized = (context.zeropp(key) for key in _ZEROPP)
+    return int(hpz or 1) > 1 or True in quantized
 
 
 def _activations(context: RuleContext, key: str) -> bool:
@@ -125,9 +124,12 @@ TRAINER = (
     Rule(
         "batch-size-search-needs-one-rank-per-replica",
         "Settings that the Trainer manages",
-        ("auto_find_batch_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
-        lambda c: c.args.auto_find_batch_size and c.layout.replica_size > 1,
-        "the batch size search tries forward passes on each rank alone, but the ranks of a replica communicate in "
+        (
+            *("auto_find_batch_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
+            "expert_parallel_size",
+        ),
+        lambda c: c.args.auto_find_batch_size and (c.layout.replica_size > 1 or c.layout.ep > 1),
+        "the batch size search tries forward passes on each rank alone, but the ranks of these axes communicate in "
         "every layer",
         "Set auto_find_batch_size=False and a per_device_train_batch_size that fits, or set the parallel sizes to 1.",
     ),
@@ -148,33 +150,44 @@ TRAINER = (
         "Remove autotuning, and run deepspeed --autotuning with a separate script.",
     ),
     Rule(
-        "expert-parallel-transformers",
+        "experts-are-divided-by-the-trainer",
         "Settings that the Trainer manages",
         ("expert_parallel.enabled",),
-        lambda c: c.on("expert_parallel.enabled") and _too_new_for_autoep(c),
-        "AutoEP of DeepSpeed 0.19.8 cannot read the models of transformers 5.23 or later",
-        "Install transformers below 5.23, or remove expert_parallel.",
+        lambda c: c.on("expert_parallel.enabled"),
+        "DeepSpeed's AutoEP replaces routers and renames the weights of experts, which checkpoints and exports rely on",
+        "Remove expert_parallel, and set expert_parallel_size.",
     ),
     Rule(
-        "expert-parallel-stage-3",
+        "experts-without-zeropp",
         "Settings that the Trainer manages",
-        (
-            "expert_parallel.enabled",
-            "zero_optimization.zero_hpz_partition_size",
-            "zero_optimization.zero_quantized_gradients",
-            "expert_parallel.expert_tensor_parallel_size",
-        ),
-        lambda c: (
-            c.on("expert_parallel.enabled")
-            and c.stage == 3
-            and (
-                int(c.zeropp("zero_hpz_partition_size") or 1) > 1
-                or c.zeropp("zero_quantized_gradients") is True
-                or int(c.get("expert_parallel.expert_tensor_parallel_size") or 1) > 1
-            )
-        ),
-        "AutoEP at ZeRO stage 3 has neither hpZ nor quantized gradients, and does not divide experts among ranks",
-        "Remove these keys, or set zero_stage=2.",
+        ("expert_parallel_size", *(f"zero_optimization.{key}" for key in _ZEROPP)),
+        lambda c: c.layout.ep > 1 and _zeropp(c),
+        "ZeRO++ shards and quantizes over all ranks, and experts are divided among some of them",
+        "Remove these keys, or set expert_parallel_size=1.",
+    ),
+    Rule(
+        "experts-at-stage-0-in-float32",
+        "Settings that the Trainer manages",
+        ("expert_parallel_size", "zero_optimization.stage", "bf16.enabled", "fp16.enabled"),
+        lambda c: c.layout.ep > 1 and c.stage == 0 and c.model_dtype != "fp32",
+        "DeepSpeed leaves experts out of the gradient norm in 16 bits at ZeRO stage 0",
+        "Set zero_stage to 1, 2 or 3.",
+    ),
+    Rule(
+        "experts-in-eager-mode",
+        "Settings that the Trainer manages",
+        ("expert_parallel_size", "torch_compile", "fp8"),
+        lambda c: c.layout.ep > 1 and bool(c.args.torch_compile or c.args.fp8),
+        "compiled models and fp8 with divided experts are not supported",
+        "Remove torch_compile and fp8, or set expert_parallel_size=1.",
+    ),
+    Rule(
+        "experts-without-offload",
+        "Settings that the Trainer manages",
+        ("expert_parallel_size", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+        lambda c: c.layout.ep > 1 and (c.offloads("optimizer") or c.offloads("param")),
+        "offload of divided experts is not supported",
+        "Set expert_parallel_size=1, or offload nothing: each rank holds a part of the experts only.",
     ),
     Rule(
         "deepcompile-needs-gpu",

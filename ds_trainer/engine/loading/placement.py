@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.expert_parallel import is_expert, weight_group
+from ds_trainer.engine.expert_parallel import has_trained_experts, weight_group
 from ds_trainer.engine.loading.parameter_data import (
     check_source,
     engine_dtype,
@@ -52,6 +52,8 @@ def loading_weights(model: nn.Module, groups: ParallelGroups, mpu: Any) -> Itera
 
     def configure(engine: Any, module: nn.Module) -> None:
         _place(engine, module, groups, mpu)
+        # At stage 3 the marks of the parameters are enough, and DeepSpeed would ask for layers of its own.
+        engine.has_moe_layers = engine.zero_optimization_stage() < 3 and has_trained_experts(module)
         original(engine, module)
 
     DeepSpeedEngine._configure_distributed_model = configure
@@ -64,8 +66,6 @@ def loading_weights(model: nn.Module, groups: ParallelGroups, mpu: Any) -> Itera
 def _place(engine: DeepSpeedEngine, model: nn.Module, groups: ParallelGroups, mpu: Any) -> None:
     source = attached_weight_source(model)
     dtype, _ = engine._mixed_precision_dtypes()
-    if _has_distributed_experts(model):
-        return  # DeepSpeed shards them over groups that it creates later
     _keep_float32_buffers(engine, model, dtype)
     if engine.zero_optimization_partition_weights():
         load_buffers(model, source, engine.device)
@@ -145,14 +145,3 @@ def _keep_float32_buffers(engine: DeepSpeedEngine, model: nn.Module, dtype: torc
     pattern = keep_in_fp32_pattern(model, engine._config.keep_in_fp32_modules, dtype)
     if pattern is not None:
         keep_buffers_in_fp32(model, pattern)
-
-
-def _has_distributed_experts(model: nn.Module) -> bool:
-    experts = [p for p in model.parameters() if getattr(p, "ds_zero_placement_family", "") == "autoep_expert"]
-    experts = [parameter for parameter in experts if not is_expert(parameter)]
-    if any(parameter.is_meta for parameter in experts):
-        raise ConfigError(
-            "expert_parallel requires a model that has its weights, but this model is on the meta device. Load it "
-            "before it is passed to the Trainer."
-        )
-    return bool(experts)

@@ -62,6 +62,10 @@ def check_model(
         from ds_trainer.engine.tensor_parallel.partition_check import partition_problems
 
         problems += partition_problems(model, compiled, layout.tp)
+    if layout.ep > 1:
+        from ds_trainer.training.model.expert_division import expert_problems
+
+        problems += expert_problems(model, layout.ep)
     if quantized_parameters(model):
         from ds_trainer.training.model.quantized_model import quantized_problems
 

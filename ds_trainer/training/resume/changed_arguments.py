@@ -36,7 +36,9 @@ _NOT_COMPARED = frozenset(
 )
 _LENGTH = ("max_steps", "num_train_epochs")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "accelerator_config")
-_LAYOUT = ("ranks", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size")
+_LAYOUT = (
+    *("ranks", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size", "expert_parallel_size"),
+)
 _SHARDING = ("zero_stage", "offload_optimizer", "offload_param")
 _SEEDS = ("seed", "data_seed")
 _ORDER = ("train_sampling_strategy", "length_column_name", "sortish_sampler")

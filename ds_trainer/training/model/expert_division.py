@@ -1,0 +1,101 @@
+"""Divides the experts of a model among ranks: each keeps a part of the stacked weights, and tokens travel.
+
+Only the function that computes the experts is replaced, by the interface of transformers (``ALL_EXPERTS_FUNCTIONS``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.engine.expert_parallel import EXCHANGE, is_expert, mark_experts
+from ds_trainer.parallel.expert_exchange import ExpertExchange
+from ds_trainer.parallel.groups import ParallelGroups
+from ds_trainer.utils.errors import ConfigError
+
+IMPLEMENTATION = "ds_trainer_expert_parallel"
+"""The name under which transformers finds the function."""
+
+_NONE = (
+    "expert_parallel_size={size}, but {model} has no experts that can be divided: modules with stacked weights "
+    "[experts, ...] whose function transformers lets be replaced. Set expert_parallel_size=1."
+)
+_UNEVEN = "expert_parallel_size={size} does not divide the {experts} experts of {name}. Set it to {sizes}."
+_ADAPTED = (
+    "expert_parallel_size={size}: {name} is wrapped by an adapter library, and only the model's own experts are "
+    "divided. Apply adapters to other layers, or set expert_parallel_size=1."
+)
+
+
+def expert_layers(model: nn.Module) -> dict[str, Any]:
+    """The modules of ``model`` that hold stacked weights of experts, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+    }
+
+
+def expert_problems(model: nn.Module, size: int) -> list[str]:
+    """Reasons why the experts of ``model`` cannot be divided by ``size`` ranks, one sentence each."""
+    if any(is_expert(parameter) for parameter in model.parameters()):
+        return []  # they are divided
+    layers = expert_layers(model)
+    if not layers:
+        return [_NONE.format(size=size, model=type(model).__name__)]
+    for name, module in layers.items():
+        experts = module.num_experts
+        if experts % size:
+            sizes = " or ".join(str(number) for number in range(1, experts + 1) if experts % number == 0)
+            return [_UNEVEN.format(size=size, experts=experts, name=name, sizes=sizes)]
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(parent, "base_layer"):
+            return [_ADAPTED.format(size=size, name=name)]
+    return []
+
+
+def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
+    """Leaves this rank its experts of ``model``, and lets it exchange tokens with the others. Once for each model.
+
+    Raises:
+        ConfigError: the model has no such experts, or their number cannot be divided.
+    """
+    size = groups.layout.ep
+    if size == 1 or any(is_expert(parameter) for parameter in model.parameters()):
+        return
+    if problems := expert_problems(model, size):
+        raise ConfigError(problems)
+    layers = expert_layers(model)
+    configs = {id(module.config): module.config for module in layers.values()}
+    products = {key: _product(config) for key, config in configs.items()}
+    for name, module in layers.items():
+        _divide(name, module, groups, products[id(module.config)])
+
+
+def _product(config: Any) -> Callable[..., Any]:
+    """The function that computes the experts of a model; grouped products in the place of its own loop."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    chosen = config._experts_implementation
+    product: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS.get(chosen if chosen in ALL_EXPERTS_FUNCTIONS else "grouped_mm")
+    ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _exchanged
+    config._experts_implementation = IMPLEMENTATION
+    return product
+
+
+def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..., Any]) -> None:
+    experts = module.num_experts
+    for parameter in module.parameters(recurse=False):
+        if parameter.shape[:1] == (experts,):
+            mark_experts(parameter, experts, groups)
+    module.num_experts = experts // groups.layout.ep
+    # Not a child of the module: it is no part of the model.
+    object.__setattr__(module, EXCHANGE, ExpertExchange(name, groups.experts, module.num_experts, product))
+
+
+def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    exchange: ExpertExchange = getattr(module, EXCHANGE)
+    return exchange(module, hidden, experts, weights)
