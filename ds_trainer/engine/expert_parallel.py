@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup, all_gather_into_tensor
 
-from ds_trainer.parallel.expert_exchange import ExpertExchange
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.shard_slices import ShardSlice
 
@@ -24,9 +23,6 @@ EXPERTS = "ds_trainer_experts"
 """DeepSpeed's name of the ranks that divide experts, and of parameter groups of experts."""
 
 _SLICE = "ds_trainer_expert_slice"
-EXCHANGE = "ds_trainer_exchange"
-"""The attribute of a module of experts that sends its tokens."""
-
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")  # of the schedules of torch
 _DIVIDED_FROM = "ds_trainer_divided_from"  # a key of a parameter group: the index of the other part
 EXPERT_MARKS = ("moe", "name", _DIVIDED_FROM)
@@ -122,8 +118,3 @@ def schedule_state(state: Any, groups: list[dict[str, Any]], convert: Callable[.
 def has_trained_experts(model: nn.Module) -> bool:
     """Whether this rank trains a part of the experts. Frozen ones are in no group of parameters."""
     return any(is_expert(parameter) and parameter.requires_grad for parameter in model.parameters())
-
-
-def exchanges(model: nn.Module) -> list[ExpertExchange]:
-    """What the layers of ``model`` exchange tokens with."""
-    return [getattr(module, EXCHANGE) for module in model.modules() if hasattr(module, EXCHANGE)]

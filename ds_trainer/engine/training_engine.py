@@ -20,7 +20,6 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses, without_graph
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
-from ds_trainer.engine.expert_parallel import exchanges
 from ds_trainer.engine.finite_step import (
     SkippedStepError,
     attributes,
@@ -206,7 +205,6 @@ class TrainingEngine:
             self.deepspeed.clip_fp32_gradients = lambda: None  # complete_gradients does
         self.passes: BackwardPasses | None = None
         self.is_last, self.completes_late, self._complete = True, False, False
-        self._expert_layers = exchanges(model)
         self.updates = OwnUpdates(self)
         self.written: WrittenWeights | None = None
 
@@ -226,8 +224,6 @@ class TrainingEngine:
     def begin_micro_batch(self, last: bool, is_dummy: bool = False) -> None:
         """Announces a micro-batch; with ``last`` its backward pass completes the gradient reduction."""
         self.is_last, self._complete = last, False
-        for layer in self._expert_layers:
-            layer.begin_micro_batch()
         self.deepspeed.set_gradient_accumulation_boundary(last and self.passes is None)
         if self.passes is not None:
             self.passes.begin_micro_batch(is_dummy)

@@ -7,6 +7,7 @@ zeros, so that its gradients are zeros and no other rank waits for it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,44 @@ class Route(NamedTuple):
     received: list[int]
 
 
+_running = threading.local()  # backward passes have threads of their own
+
+
+class _CheckpointedCall:
+    """One call of a checkpointed function, whose routes are kept for the pass that computes it again.
+
+    A router that decides differently the second time would send other numbers of rows than the ranks expect.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._routes: list[Route] = []
+        self._next = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer, _running.call, self._next = getattr(_running, "call", None), self, 0
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _running.call = outer
+
+    def route(self, new: Callable[[], Route]) -> Route:
+        """The next route of this pass."""
+        if self._next == len(self._routes):
+            self._routes.append(new())
+        self._next += 1
+        return self._routes[self._next - 1]
+
+
+def keep_routes(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """``checkpoint``, torch's or one with its signature, which computes again with the routes of the forward pass."""
+
+    def keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(_CheckpointedCall(function), *args, **kwargs)
+
+    return keeping
+
+
 class ExpertExchange:
     """Runs the experts of one layer over the ranks of a group, each of which holds ``local_experts`` of them.
 
@@ -49,11 +88,6 @@ class ExpertExchange:
         self._ranks = group.size()
         self._local_experts = local_experts
         self._product = product
-        self._routes: list[Route] = []
-
-    def begin_micro_batch(self) -> None:
-        """Forget routes whose backward pass did not need them again."""
-        self._routes.clear()
 
     def __call__(
         self, module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -70,24 +104,13 @@ class ExpertExchange:
             ``[tokens, hidden]``, in the dtype of ``hidden``.
         """
         tokens, k = experts.shape
-        route = self._route(experts)
+        call: _CheckpointedCall | None = getattr(_running, "call", None)
+        route = self._new_route(experts) if call is None else call.route(lambda: self._new_route(experts))
         rows = _Exchanged.apply(hidden[route.order // k], self._group, route.sent, route.received, 1)
         results = self._product(module, rows, route.local[:, None], rows.new_ones(len(rows), 1))
         results = _Exchanged.apply(results[:-1], self._group, route.received, route.sent, 0)
         pairs = torch.empty_like(results).index_copy(0, route.order, results).view(tokens, k, results.shape[-1])
         return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-    def _route(self, experts: torch.Tensor) -> Route:
-        """The route of this pass; that of the forward pass if it is computed again for its backward pass.
-
-        A router that decides differently the second time would send other numbers of rows than the ranks expect.
-        """
-        if torch._C._current_graph_task_id() != -1 and self._routes:
-            return self._routes.pop()
-        route = self._new_route(experts)
-        if torch.is_grad_enabled():
-            self._routes.append(route)
-        return route
 
     @torch.no_grad()
     def _new_route(self, experts: torch.Tensor) -> Route:

@@ -112,7 +112,7 @@ DEFAULT = [
     Case(2, 2, 3, to_one=True),
 ]
 AXES = [
-    *(Case(4, 2, stage, axes=((axis, 2),)) for stage in (1, 3) for axis in ("tensor", "context", "sequence")),
+    *(Case(4, 2, stage, axes=((axis, 2),)) for stage in (1, 3) for axis in ("context", "sequence")),
     Case(4, 4, 2, axes=(("context", 2),)),
 ]
 FAMILIES = [Case(2, 2, index % 4, family) for index, family in enumerate(CONFIGURATIONS) if family != "qwen3_moe"]
@@ -123,11 +123,13 @@ def test_numbers_are_those_of_one_process(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", AXES, ids=lambda case: case.name)
 def test_other_axes(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_families(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)

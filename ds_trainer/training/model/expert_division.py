@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.expert_parallel import EXCHANGE, is_expert, mark_experts
-from ds_trainer.parallel.expert_exchange import ExpertExchange
+from ds_trainer.engine.expert_parallel import is_expert, mark_experts
+from ds_trainer.parallel.expert_exchange import ExpertExchange, keep_routes
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.utils.errors import ConfigError
 
 IMPLEMENTATION = "ds_trainer_expert_parallel"
 """The name under which transformers finds the function."""
 
+_EXCHANGE = "ds_trainer_exchange"  # attribute of a module of experts
+_FUNCTION = "_gradient_checkpointing_func"  # of transformers' layers
+_KEEPS = "ds_trainer_keeps_routes"
 _NONE = (
     "expert_parallel_size={size}, but {model} has no experts that can be divided: modules with stacked weights "
     "[experts, ...] whose function transformers lets be replaced. Set expert_parallel_size=1."
@@ -64,7 +67,12 @@ def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
         ConfigError: the model has no such experts, or their number cannot be divided.
     """
     size = groups.layout.ep
-    if size == 1 or any(is_expert(parameter) for parameter in model.parameters()):
+    for module in model.modules():
+        if _FUNCTION in vars(module) and not hasattr(vars(module)[_FUNCTION], _KEEPS):
+            kept = keep_routes(vars(module)[_FUNCTION])
+            setattr(kept, _KEEPS, True)
+            setattr(module, _FUNCTION, kept)
+    if any(is_expert(parameter) for parameter in model.parameters()):
         return
     if problems := expert_problems(model, size):
         raise ConfigError(problems)
@@ -80,7 +88,10 @@ def _product(config: Any) -> Callable[..., Any]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     chosen = config._experts_implementation
-    product: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS.get(chosen if chosen in ALL_EXPERTS_FUNCTIONS else "grouped_mm")
+    known = (
+        chosen in ALL_EXPERTS_FUNCTIONS and chosen != IMPLEMENTATION
+    )  # which another model of this configuration set
+    product: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS.get(chosen if known else "grouped_mm")
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _exchanged
     config._experts_implementation = IMPLEMENTATION
     return product
@@ -93,9 +104,14 @@ def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..
             mark_experts(parameter, experts, groups)
     module.num_experts = experts // groups.layout.ep
     # Not a child of the module: it is no part of the model.
-    object.__setattr__(module, EXCHANGE, ExpertExchange(name, groups.experts, module.num_experts, product))
+    object.__setattr__(module, _EXCHANGE, ExpertExchange(name, groups.experts, module.num_experts, product))
 
 
 def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    exchange: ExpertExchange = getattr(module, EXCHANGE)
+    exchange: ExpertExchange | None = getattr(module, _EXCHANGE, None)
+    if exchange is None:  # another model with this configuration
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        product: Callable[..., torch.Tensor] = grouped_mm_experts_forward
+        return product(module, hidden, experts, weights)
     return exchange(module, hidden, experts, weights)
