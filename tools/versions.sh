@@ -36,9 +36,11 @@ make_set() {
 
 test_set() {
     local venv="$base/$1" results="$base/results/$1" path failed=0 pins=tests/test_package.py::test_
-    # These look at the environment of development: the pins and the linters.
+    # These look at the environment of development: the pins, the linters, and the budget, which counts the arguments that
+    # the pinned transformers does not have.
     local without=(--deselect "${pins}installed_versions_are_the_pins" --deselect "${pins}everything_needed_is_pinned"
-        --deselect "${pins}a_strict_type_checker_accepts_imports_of_public_names")
+        --deselect "${pins}a_strict_type_checker_accepts_imports_of_public_names"
+        --deselect tests/tools/test_structure.py::test_the_files_are_within_the_budget)
     shift
     [ $# -gt 0 ] || set -- tests/*/ tests/test_*.py
     mkdir -p "$results"
