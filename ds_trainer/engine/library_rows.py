@@ -59,7 +59,10 @@ ROWS = (
         "engine/tensor_parallel/partitioning.py",
         "slices are cut differently from the plan that ds_trainer has checked",
         TP_SELF_TEST,
-        replaces=of(ENGINE, "_apply_autotp_partitioning"),
+        replaces=(
+            *of(ENGINE, "_apply_autotp_partitioning"),
+            "deepspeed.runtime.tensor_parallel.config:_get_hf_tp_plan",
+        ),
         relies_on=(
             *of(AUTO_TP, "_replace_with_config", "_create_row_parallel_layer", "_create_column_parallel_layer"),
             *of(LAYERS, "LinearLayer._tp_partition", "LinearAllreduce._tp_partition"),

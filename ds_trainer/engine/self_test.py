@@ -13,6 +13,7 @@ module was used more than once. So the test trains a tiny model for two steps th
 * Buckets are so small that the gradient needs several.
 * With tensor parallelism two layers are partitioned, by columns and by rows. The input of the first is a transposed
   tensor, whose gradient some versions of DeepSpeed do not add up.
+* With expert parallelism there is a mixture with an expert for each of its ranks; the token decides which two it uses.
 * The first step has a learning rate of zero: gradients left over from it would show in the second step.
 * Between them are two steps that must change nothing: one that is skipped, and one whose loss is not finite.
 * The learning rate of the second step is so large that the new weights are almost equal to minus the gradient times
@@ -37,9 +38,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.engine.expert_parallel import mark_experts, separate_experts
 from ds_trainer.engine.finite_step import SkippedStepError
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import gathered
+from ds_trainer.parallel.expert_exchange import ExpertExchange
+from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -76,7 +80,7 @@ class GradientReport:
 
     Attributes:
         stage, precision: the tested ZeRO stage, and fp32, bf16, fp16 or the dtype of autocast.
-        tp: the tested number of tensor-parallel ranks.
+        tp, ep: the tested numbers of tensor-parallel and expert-parallel ranks.
         ranks: number of ranks; at most :data:`CONTRIBUTORS` of them contributed to the gradient.
         error: the largest relative difference between the engine and plain PyTorch.
         tolerance: the largest allowed difference.
@@ -90,6 +94,7 @@ class GradientReport:
     error: float
     tolerance: float
     wrong: tuple[str, ...]
+    ep: int = 1
 
     @property
     def good(self) -> bool:
@@ -99,16 +104,38 @@ class GradientReport:
     @property
     def title(self) -> str:
         """``ZeRO-2 bf16``, or ``ZeRO-2 bf16, tp 4``."""
-        return f"ZeRO-{self.stage} {self.precision}{f', tp {self.tp}' if self.tp > 1 else ''}"
+        sizes = [f", {axis} {size}" for axis, size in (("tp", self.tp), ("ep", self.ep)) if size > 1]
+        return f"ZeRO-{self.stage} {self.precision}{''.join(sizes)}"
+
+
+class TinyExperts(nn.Module):
+    """Square matrices, two of which a token is multiplied by."""
+
+    exchange: Any = None
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = nn.Parameter(torch.empty(experts, WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The results of two experts of each of ``tokens``, of shape [n], with weights 0.75 and 0.25."""
+        chosen = torch.stack([tokens, tokens + 1], dim=1) % self.experts
+        weights = hidden.new_tensor([0.75, 0.25]).expand(len(tokens), 2)
+        return (self.exchange or _products)(self, hidden, chosen, weights)
+
+
+def _products(module: TinyExperts, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("ni,nkoi,nk->no", rows, module.weight[experts], weights)
 
 
 class TinyModel(nn.Module):
     """An embedding, a layer that is used twice, a recomputed layer, a pair that tensor parallelism partitions, a head.
 
-    The same weights on all ranks.
+    The same weights on all ranks. With more than one of ``experts`` it has a mixture of them.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, experts: int = 1) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.embedding = nn.Embedding(tokens, WIDTH)
@@ -118,6 +145,7 @@ class TinyModel(nn.Module):
         self.wide = nn.Linear(WIDTH, WIDE)
         self.narrow = nn.Linear(WIDE, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
+        self.mixture = TinyExperts(experts) if experts > 1 else None
         with torch.no_grad():
             for parameter in self.parameters():
                 values = (
@@ -132,6 +160,8 @@ class TinyModel(nn.Module):
         hidden = hidden + checkpoint(self._block, hidden, use_reentrant=True)
         transposed = hidden.flatten(0, -2).t().contiguous().t()
         hidden = hidden + self.narrow(torch.tanh(self.wide(transposed))).view_as(hidden)
+        if self.mixture is not None:
+            hidden = hidden + self.mixture(hidden.flatten(0, -2), tokens.flatten()).view_as(hidden)
         predicted = self.head(self.shared(hidden)).squeeze(-1).mean(dim=-1)
         return (predicted.to(targets.dtype) - targets).square().sum()
 
@@ -159,10 +189,10 @@ def samples(contributor: int, micro_batch: int, step: int) -> dict[str, torch.Te
     return {"tokens": tokens, "targets": torch.randn(MICRO_BATCH, generator=generator) + 2}
 
 
-def expected_gradient(ranks: int, step: int) -> dict[str, torch.Tensor]:
+def expected_gradient(ranks: int, step: int, experts: int = 1) -> dict[str, torch.Tensor]:
     """Plain PyTorch in float64: the gradient of the mean over the samples of all contributors, by parameter name."""
     number = len(contributors(ranks))
-    model = TinyModel(COMMON_TOKENS + number * ACCUMULATION).double()
+    model = TinyModel(COMMON_TOKENS + number * ACCUMULATION, experts).double()
     batches = [samples(one, micro_batch, step) for one in range(number) for micro_batch in range(ACCUMULATION)]
     tokens = torch.cat([batch["tokens"] for batch in batches])
     targets = torch.cat([batch["targets"] for batch in batches])
@@ -188,9 +218,13 @@ def check_gradient(config: CompiledConfig, layout: ParallelLayout, device: torch
 
 def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.device) -> GradientReport:
     ranks = layout.seq_data_parallel_size
-    model = TinyModel(COMMON_TOKENS + len(contributors(ranks)) * ACCUMULATION).to(device)
+    model = TinyModel(COMMON_TOKENS + len(contributors(ranks)) * ACCUMULATION, layout.ep).to(device)
     before = {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if model.mixture is not None:
+        groups = parallel_groups(layout)
+        mark_experts(model.mixture.weight, layout.ep, groups)
+        model.mixture.exchange = ExpertExchange("mixture", groups.experts, 1, _products)
+    optimizer = torch.optim.SGD(separate_experts([{"params": list(model.parameters())}]), lr=0.0)
     engine = TrainingEngine(model, optimizer, config, layout)
     try:
         norms: list[float] = []
@@ -215,6 +249,7 @@ def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.devic
         stage=engine.stage,
         precision=precision,
         tp=layout.tp,
+        ep=layout.ep,
         ranks=layout.world_size,
         error=0.0,
         tolerance=tolerance,
@@ -260,7 +295,7 @@ def _compare(found: dict[str, torch.Tensor], norms: list[float], ranks: int, rep
     """Complete ``report``: compare each row of the embedding, each other tensor, and the gradient norm of each step."""
     parts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for step, norm in enumerate(norms):
-        wanted = expected_gradient(ranks, step)
+        wanted = expected_gradient(ranks, step, report.ep)
         total = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
         if norm == norm:  # nan if the engine computes no norm
             parts.append((f"the norm of the gradient of step {step}", torch.tensor(norm).double(), total))

@@ -110,9 +110,10 @@ DEFAULT = [
     Case(4, 4, 2, "gpt_oss"),
     Case(2, 2, 2, recomputes=True, accumulation=4),
     Case(2, 2, 3, to_one=True),
+    Case(4, 2, 2, "deepseek_v3", axes=(("tensor", 2),)),
 ]
 AXES = [
-    *(Case(4, 2, stage, axes=((axis, 2),)) for stage in (1, 3) for axis in ("context", "sequence")),
+    *(Case(4, 2, stage, axes=((axis, 2),)) for stage in (1, 3) for axis in ("tensor", "context", "sequence")),
     Case(4, 4, 2, axes=(("context", 2),)),
 ]
 FAMILIES = [Case(2, 2, index % 4, family) for index, family in enumerate(CONFIGURATIONS) if family != "qwen3_moe"]

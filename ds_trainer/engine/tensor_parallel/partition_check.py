@@ -7,6 +7,7 @@ layer names that DeepSpeed knows, for the families in :data:`PARTITIONED_BY_NAME
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -66,11 +67,29 @@ def _model_specs(model: nn.Module) -> tuple[Any, list[str]]:
     from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES, TPPlanConverter
     from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 
-    plan = _get_hf_tp_plan(model)
+    plan = dense_plan(model, _get_hf_tp_plan(model))
     if not plan:
         return None, []
     unknown = [f"{layer}={style}" for layer, style in plan.items() if style.lower() not in SUPPORTED_STYLES]
     return (None, unknown) if unknown else (AutoTPConfig(layer_specs=TPPlanConverter.convert(plan)), [])
+
+
+def dense_plan(model: nn.Module, plan: dict[str, str] | None) -> dict[str, str] | None:
+    """``plan`` without stacked weights of experts: tensor-parallel ranks hold them whole, and compute the same."""
+    stacked = [
+        name
+        for name, part in model.named_modules()
+        if not hasattr(part, "weight") and any(p.dim() == 3 for p in part.parameters(recurse=False))
+    ]
+    if not plan or not stacked:
+        return plan
+    weights = [f"{name}.{key}" for name in stacked for key, _ in model.get_submodule(name).named_parameters()]
+
+    def is_dense(layer: str) -> bool:
+        form = re.compile(rf"(.*\.)?{re.escape(layer).replace(re.escape('*'), '[0-9]+')}")
+        return not any(map(form.fullmatch, (*stacked, *weights)))
+
+    return {layer: style for layer, style in plan.items() if is_dense(layer)}
 
 
 def _spec_problems(model: nn.Module, specs: Any, setting: str) -> list[str]:

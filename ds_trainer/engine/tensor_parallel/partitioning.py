@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_trainer.engine.tensor_parallel.embedding_partitioning import partition_embeddings_in_place
 from ds_trainer.engine.tensor_parallel.lora_partitioning import partition_lora_layers
+from ds_trainer.engine.tensor_parallel.partition_check import dense_plan
 from ds_trainer.engine.tensor_parallel.repairs import mark_sliced_embeddings, repair_layers
 from ds_trainer.engine.tensor_parallel.slices import is_sliced
 from ds_trainer.engine.tensor_parallel.tensor_parallel_rng import separate_randomness
@@ -56,6 +57,7 @@ def complete_partitioning(groups: ParallelGroups, gather_logits: bool) -> Iterat
             _on_the_host(settings),
             _input_embeddings_may_be_missing(inner),
             _head_left_whole(inner),
+            _experts_left_whole(),
         ):
             try:
                 replaced = original(engine, inner, settings)
@@ -110,6 +112,19 @@ def _on_the_host(settings: Any) -> Iterator[None]:
         yield
     finally:
         TensorParallel_Layer.set_keep_module_on_host(False)
+
+
+@contextmanager
+def _experts_left_whole() -> Iterator[None]:
+    """Inside, DeepSpeed reads the plan of a model without its stacked experts, whose styles it does not know."""
+    from deepspeed.runtime.tensor_parallel import config
+
+    original = config._get_hf_tp_plan
+    config._get_hf_tp_plan = lambda model: dense_plan(model, original(model))
+    try:
+        yield
+    finally:
+        config._get_hf_tp_plan = original
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: 
         "self_test",
         zero_stage=stage,
         tensor_parallel_size=layout.tp,
+        expert_parallel_size=layout.ep,
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=ACCUMULATION,
         max_grad_norm=0.0,
@@ -122,11 +123,12 @@ def stamp_directory(environment: Mapping[str, str] | None = None) -> Path:
     return user_cache(environment) / "self_test"
 
 
-def stamp_name(config: CompiledConfig, device: torch.device) -> str:
+def stamp_name(config: CompiledConfig, device: torch.device, experts: int = 1) -> str:
     """File name of the record: equal for equal installation, device, ZeRO stage, precision and gradient reduction."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     several = min(distributed.world_size(), 2)
-    key = json.dumps([versions(), name, several, config.to_dict()], sort_keys=True)
+    divided = ["experts"] if experts > 1 else []
+    key = json.dumps([versions(), name, several, *divided, config.to_dict()], sort_keys=True)
     return hashlib.sha256(key.encode()).hexdigest()[:32] + ".json"
 
 
@@ -156,7 +158,9 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     changed = args.process_index == 0 and warn_of_changes(stamp_directory().with_name("libraries"), mode.value)
     layout = _tested_layout(layout)
     config = None if mode == When.NEVER else self_test_config(args, compiled, layout)
-    wanted = config is not None and (mode == When.ALWAYS or changed or not _stamp(config, args.device).is_file())
+    wanted = config is not None and (
+        mode == When.ALWAYS or changed or not _stamp(config, args.device, layout.ep).is_file()
+    )
     if not distributed.agree(torch.tensor([int(wanted)]))[0]:
         return None
     config = config or self_test_config(args, compiled, layout)
@@ -180,7 +184,7 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     if args.process_index == 0:
         logger.info("Self-test: the gradient (%s) is %s.", report.title, message, extra={CHECK: "self-test"})
     if same and args.local_process_index == 0:  # otherwise the next start compares again
-        _write_stamp(_stamp(config, args.device), report)
+        _write_stamp(_stamp(config, args.device, layout.ep), report)
     return report
 
 
@@ -188,11 +192,11 @@ def _tested_layout(layout: ParallelLayout) -> ParallelLayout:
     """Without sequence sharding if there is tensor parallelism; without that if the tiny model has too few features."""
     if layout.tp == 1:
         return layout
-    return ParallelLayout(layout.world_size, tp=layout.tp if WIDE % layout.tp == 0 else 1)
+    return ParallelLayout(layout.world_size, tp=layout.tp if WIDE % layout.tp == 0 else 1, ep=layout.ep)
 
 
-def _stamp(config: CompiledConfig, device: torch.device) -> Path:
-    return stamp_directory() / stamp_name(config, device)
+def _stamp(config: CompiledConfig, device: torch.device, experts: int) -> Path:
+    return stamp_directory() / stamp_name(config, device, experts)
 
 
 def _write_stamp(stamp: Path, report: GradientReport) -> None:

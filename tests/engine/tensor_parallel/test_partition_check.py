@@ -61,12 +61,6 @@ INVALID: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any], str]] = {
         {},
         r"rowwise_split_input, which DeepSpeed does not support. .*partition_config",
     ),
-    "experts": (
-        partial(llama_like, "Mixtral", num_key_value_heads=2, num_local_experts=2),
-        None,
-        {},
-        r"plan of MixtralForCausalLM contains .*moe_tp_experts",
-    ),
     "no plan": (PlainLanguageModel, None, {}, "PlainLanguageModel has no plan for tensor parallelism"),
     "no plan, and a family that is not known": (_GPT2, None, {}, "GPT2LMHeadModel has no plan"),
     "names that match nothing": (

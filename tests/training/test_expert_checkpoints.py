@@ -1,0 +1,79 @@
+"""Checkpoints do not depend on the ranks that divide experts: resumed and exported as those of any other layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_trainer import Trainer, TrainingArguments
+from tests.support.compare import weight_distance
+from tests.support.expert_models import maker
+from tests.support.oracle import Trajectory
+from tests.support.pool import pool
+from tests.support.runs import compatibility_of
+from tests.training.test_expert_parallel import BATCH, samples
+
+STOP, STEPS = 2, 4
+
+
+def run(
+    ranks: int, experts: int, stage: int, output_dir: str, resume: str | None = None, **arguments: Any
+) -> Trajectory:
+    """A run with AdamW; it leaves a checkpoint in the middle and the model at the end."""
+    given: dict[str, Any] = dict(
+        zero_stage=stage,
+        expert_parallel_size=experts,
+        per_device_train_batch_size=BATCH // ranks,
+        learning_rate=1e-2,
+        adam_epsilon=1e-5,  # tiny gradients have a sign that rounding decides
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=STOP,
+        max_steps=STEPS,
+        disable_tqdm=True,
+        use_cpu=True,
+        self_test="never",
+    )
+    args = TrainingArguments(output_dir, **{**given, **arguments})
+    trainer = Trainer(maker("qwen3_moe")(), args, train_dataset=samples())
+    trainer.train(resume_from_checkpoint=resume)
+    if resume is None:
+        trainer.save_model(str(Path(output_dir, "final")))
+    report = compatibility_of(trainer)
+    trainer.engine.close()
+    return report
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trajectory]:
+    """Two ranks that divide the experts, at ZeRO 1."""
+    directory = tmp_path_factory.mktemp("experts")
+    return directory, pool(2).run(partial(run, 2, 2, 1, str(directory)))[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "stage"), [(2, 2, 1), (2, 1, 3), (1, 1, 0), (4, 4, 2), (4, 2, 3)], ids=str
+)
+def test_resumed_with_other_ranks(ranks: int, experts: int, stage: int, first: Any, tmp_path: Path) -> None:
+    directory, wanted = first
+    checkpoint = str(directory / f"checkpoint-{STOP}")
+    found = pool(ranks).run(partial(run, ranks, experts, stage, str(tmp_path), checkpoint, save_strategy="no"))[0]
+    assert found.losses[STOP:] == pytest.approx(wanted.losses[STOP:], rel=0, abs=1e-6)
+    assert found.grad_norms[STOP:] == pytest.approx(wanted.grad_norms[STOP:], rel=2e-6)
+    same = (ranks, experts, stage) == (2, 2, 1)
+    assert weight_distance(found.weights, wanted.weights) <= (0 if same else 1e-6)
+
+
+def test_the_saved_model_is_that_of_transformers(first: Any) -> None:
+    import transformers
+
+    directory, wanted = first
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory / "final")
+    assert weight_distance({name: p.detach() for name, p in model.named_parameters()}, wanted.weights) == 0
+    assert model.config._experts_implementation != "ds_trainer_expert_parallel"
+    with torch.no_grad():
+        model(torch.arange(1, 9)[None])
