@@ -7,7 +7,7 @@ import random
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, partialmethod
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,12 +19,10 @@ from deepspeed.runtime.zero import stage_1_and_2
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiler import compile_config
 from ds_trainer.engine import self_test, training_engine
-from ds_trainer.engine.expert_parallel import mark_experts
 from ds_trainer.engine.self_test import GradientReport, TinyModel
 from ds_trainer.engine.tensor_parallel import partitioning
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.doctor.gradients import run_self_test
-from ds_trainer.parallel import expert_exchange
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -124,24 +122,6 @@ def test_the_self_test_passes_with_other_settings() -> None:
         assert [one.wrong for one in reports] == [(), (), ()]
 
 
-def divided_experts() -> list[GradientReport]:
-    return [
-        report(zero_stage=stage, expert_parallel_size=2, **precision)
-        for stage in range(4)
-        for precision in WITH_EXPERTS[stage]
-    ]
-
-
-WITH_EXPERTS = {stage: PRECISIONS if stage else PRECISIONS[:1] for stage in range(4)}
-
-
-def test_the_self_test_passes_with_divided_experts() -> None:
-    for reports in pool(4).run(divided_experts):
-        assert [one.wrong for one in reports] == [()] * 7
-        assert all(one.title.endswith(", ep 2") for one in reports)
-        assert max(one.error for one in reports if one.precision == "fp32") < 1e-5
-
-
 # -- negative controls ------------------------------------------------------------------------------------------------
 
 
@@ -156,54 +136,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 Backward = Callable[[TrainingEngine, torch.Tensor], None]
-
-
-def a_factor(parameter: Any, experts: int, groups: Any) -> None:
-    mark_experts(parameter, experts, groups)
-    parameter.register_hook(lambda gradient: gradient * 2)  # both numbers of ranks, that divide and that replicate
-
-
-def other_experts(parameter: Any, experts: int, groups: Any) -> None:
-    parameter.data = parameter.data.flip(0)
-    mark_experts(parameter, experts, groups)
-
-
-def a_token_less(rows: torch.Tensor, *sizes: Any) -> torch.Tensor:
-    arrived = all_to_all(rows, *sizes)
-    return torch.cat([torch.zeros_like(arrived[:1]), arrived[1:]])
-
-
-def norm_with_experts_twice(engine: TrainingEngine, norm: Callable[[TrainingEngine], float]) -> float:
-    experts = expected_gradient(4, engine.deepspeed.global_steps - 1, 2)["mixture.weight"].norm().item()
-    return float((norm(engine) ** 2 + experts**2) ** 0.5)
-
-
-all_to_all, expected_gradient = expert_exchange._all_to_all, self_test.expected_gradient
-WRONG_EXPERTS: dict[str, Callable[[], Any]] = {
-    "a factor": lambda: replaced(self_test, "mark_experts", a_factor),
-    "other experts": lambda: replaced(self_test, "mark_experts", other_experts),
-    "a token less": lambda: replaced(expert_exchange, "_all_to_all", a_token_less),
-    "experts counted twice": lambda: replaced(
-        TrainingEngine, "grad_norm", partialmethod(norm_with_experts_twice, TrainingEngine.grad_norm)
-    ),
-}
-
-
-def wrong_experts() -> dict[str, tuple[str, ...]]:
-    found = {}
-    for name, broken in WRONG_EXPERTS.items():
-        with broken():
-            found[name] = report(zero_stage=1, expert_parallel_size=2).wrong
-    return found
-
-
-def test_wrong_experts_are_noticed() -> None:
-    for found in pool(4).run(wrong_experts):
-        assert "the gradient of mixture.weight is 2 times the correct value" in "; ".join(found["a factor"])
-        assert any("mixture.weight" in text for text in found["other experts"])
-        assert any("mixture.weight" in text for text in found["a token less"])
-        assert all("the norm of the gradient" in text for text in found["experts counted twice"])
-        assert found["experts counted twice"]
 
 
 def twice(engine: TrainingEngine, loss: torch.Tensor, backward: Backward) -> None:
