@@ -29,9 +29,20 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, decay_names: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups, with and without weight decay; omits empty groups."""
+    """Trainable parameters in two groups, with and without weight decay; omits empty groups.
+
+    Raises:
+        ConfigError: there is none.
+    """
     decayed = set(decay_names)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        adapters = hasattr(model, "peft_config")
+        raise ConfigError(
+            f"Nothing of {type(model).__name__} is trained: requires_grad is False for all its parameters. "
+            + ("Load adapters with is_trainable=True, or set inference_mode=False." * adapters)
+            + ("Call requires_grad_(True) on what is to be trained." * (not adapters))
+        )
     groups = [
         {"params": [p for name, p in trainable if name in decayed], "weight_decay": weight_decay},
         {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
