@@ -87,6 +87,8 @@ class BackwardPasses:
     def begin_micro_batch(self, is_dummy: bool) -> None:
         """Called before the forward pass of each micro-batch."""
         self.is_dummy, self._passes = is_dummy, 0
+        if self._stage >= 2:  # as in the forward pass, which a script may leave out
+            self._engine.optimizer.clear_backward_seen_flag()
 
     def divides_next(self, loss: torch.Tensor) -> bool:
         """Whether ``accelerator.backward`` divides this loss by the accumulation steps."""
@@ -220,4 +222,12 @@ def without_graph() -> ConfigError:
     return ConfigError(
         "The loss has no gradient: it was detached (detach(), item(), numpy()), computed under torch.no_grad(), or "
         "depends on no parameter that is trained."
+    )
+
+
+def without_backward(stage: int) -> ConfigError:
+    """The error for a step of which a rank has run no backward pass."""
+    return ConfigError(
+        f"training_step ran no backward pass in this step, so ZeRO {stage} has no gradients to reduce and to update "
+        "with. Call self.accelerator.backward(loss); to skip a batch, with loss * 0.0."
     )

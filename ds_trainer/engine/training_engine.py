@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
-from ds_trainer.engine.backward_passes import BackwardPasses, without_graph
+from ds_trainer.engine.backward_passes import BackwardPasses, without_backward, without_graph
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.finite_step import (
     SkippedStepError,
@@ -274,6 +274,8 @@ class TrainingEngine:
         self._complete = True
         self.deepspeed.set_gradient_accumulation_boundary(True)
         if self.completes_late and self.stage >= 2:
+            if not self.updates.pending:
+                raise without_backward(self.stage)
             self.deepspeed.optimizer.finalize_gradient_accumulation_boundary()
         elif self.completes_late:
             if self.stage == 1 and hasattr(self.deepspeed.optimizer, "setup_buckets"):

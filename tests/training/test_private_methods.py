@@ -52,6 +52,29 @@ def test_a_subclass_that_replaces_the_loop_is_refused_when_it_is_defined() -> No
     assert "TrainerCallback.on_step_end" in caught.value.problems[1]
 
 
+def test_a_mixin_that_replaces_the_loop_is_refused() -> None:
+    class Mixin:
+        def _clip_grad_norm(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Mixin\._clip_grad_norm is private .*max_grad_norm"):
+        type("Own", (Mixin, Trainer), {})
+
+
+class NoBackward(Trainer):
+    """Forgets the backward pass in step 2."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.state.global_step == 1:
+            return torch.zeros(())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_without_a_backward_pass_is_said(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"no backward pass in this step, so ZeRO {stage} .* loss \* 0\.0"):
+        made(NoBackward, tmp_path, zero_stage=stage).train()
+
+
 def test_reading_a_name_without_counterpart_names_the_alternative(tmp_path: Path) -> None:
     trainer = made(Trainer, tmp_path)
     with pytest.raises(AttributeError, match=r"use trainer\.state\.log_history"):

@@ -118,8 +118,10 @@ class PrivateMethods(CalledMethods):
             ConfigError: one sentence for each such method.
         """
         super().__init_subclass__(**keywords)
-        problems = [_refusal(f"{cls.__qualname__}.{name}", name) for name in REFUSED if name in vars(cls)]
-        if problems and not cls.__module__.startswith("ds_trainer."):
+        bases = [base for base in cls.__mro__ if not base.__module__.startswith("ds_trainer.")]  # mixins, too
+        owners = {name: base for base in reversed(bases) for name in REFUSED if name in vars(base)}
+        problems = [_refusal(f"{base.__qualname__}.{name}", name) for name, base in owners.items()]
+        if problems:
             raise ConfigError(problems)
 
     def __getattr__(self, name: str) -> Any:
