@@ -110,6 +110,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+@functools.cache
 def source_digest(function: str) -> str:
     """Digest of the source of ``module:name`` without docstrings, comments and blank lines, or :data:`MISSING`.
 

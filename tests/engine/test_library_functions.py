@@ -54,6 +54,7 @@ def imitation(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.syspath_prepend(str(folder))
     installed_version.cache_clear()
     library_functions._parsed.cache_clear()
+    library_functions.source_digest.cache_clear()
 
 
 SOURCE = '''

@@ -24,6 +24,13 @@ _PRELOADED = [
     "transformers",
     "transformers.models.llama.modeling_llama",
     "ds_trainer.training.trainer",
+    # What the package imports when it makes an engine, trains and saves.
+    "ds_trainer.checkpoint.manager",
+    "ds_trainer.engine.self_test",
+    "ds_trainer.engine.training_engine",
+    "ds_trainer.training.planning.run_estimator",
+    "ds_trainer.training.run_setup",
+    "ds_trainer.training.train_loop",
     # What DeepSpeed imports when the first engine is made: Muon compiles functions, for which torch imports Inductor.
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",

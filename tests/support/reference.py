@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-_PROGRAM = """
-import json, sys
-from transformers import Trainer, TrainingArguments
-from tests.support.models import tiny_llama
-from tests.support.reference import padded, token_rows
-output_dir, runs, results = sys.argv[1], json.loads(sys.argv[2]), {}
-for name, values in runs.items():
-    mask = values.pop("mask", True)
-    tokenizer = values.pop("padding", None)
-    class Padding:
-        pad_token_id = tokenizer
-        def save_pretrained(self, *args, **kwargs): pass
-    args = TrainingArguments(output_dir, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **values)
-    trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(mask), data_collator=padded,
-                      processing_class=None if tokenizer is None else Padding())
-    output = trainer.train()
-    results[name] = {"logs": trainer.state.log_history, "metrics": output.metrics,
-                     "seen": trainer.state.num_input_tokens_seen}
-print("RESULTS" + json.dumps(results))
-"""
+from tests.support.forks import in_a_fork
 
 
 def token_rows(mask: bool = True) -> list[dict[str, Any]]:
@@ -55,9 +33,31 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def train_with_transformers(output_dir: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Train once for each of ``runs``: arguments, ``mask`` (whether samples have one), ``padding`` (a token number)."""
-    command = [sys.executable, "-c", _PROGRAM, str(output_dir), json.dumps(runs)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    line = next(line for line in completed.stdout.splitlines() if line.startswith("RESULTS"))
-    results: dict[str, Any] = json.loads(line.removeprefix("RESULTS"))
+    found: dict[str, Any] = in_a_fork(_train, str(output_dir), runs)
+    return found
+
+
+def _train(output_dir: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    from transformers import Trainer, TrainingArguments
+
+    from tests.support.models import tiny_llama
+
+    class Padding:
+        def __init__(self, token: int) -> None:
+            self.pad_token_id = token
+
+        def save_pretrained(self, *args: Any, **kwargs: Any) -> None: ...
+
+    results = {}
+    for name, values in runs.items():
+        mask, token = values.pop("mask", True), values.pop("padding", None)
+        quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+        args = TrainingArguments(output_dir, **quiet, **values)
+        tokenizer: Any = None if token is None else Padding(token)
+        trainer = Trainer(
+            tiny_llama(), args, train_dataset=token_rows(mask), data_collator=padded, processing_class=tokenizer
+        )
+        metrics = trainer.train().metrics
+        state = trainer.state
+        results[name] = {"logs": state.log_history, "metrics": metrics, "seen": state.num_input_tokens_seen}
     return results

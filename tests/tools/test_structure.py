@@ -26,6 +26,8 @@ def test_the_files_are_within_the_budget() -> None:
     assert {name: value for name, value in found.items() if value > CEILINGS[name]["ceiling"]} == {}
 
 
+# .ci/run prints the same figures and fails above a ceiling; those of files are held by the test above.
+@pytest.mark.extended
 def test_a_figure_above_its_ceiling_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
