@@ -47,6 +47,7 @@ from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.two_runs import relative_difference
 
 WIDTH = 16
 WIDE = 2 * WIDTH
@@ -309,7 +310,7 @@ def _compare(found: dict[str, torch.Tensor], norms: list[float], ranks: int, rep
                 row = unique_token(contributor, micro_batch)
                 title = f"the gradient contribution of micro-batch {micro_batch} of rank {replica * report.tp}"
                 parts.append((title, found[name][row], gradient[row]))
-    differences = [(_difference(value, wanted), title, value, wanted) for title, value, wanted in parts]
+    differences = [(relative_difference(value, wanted), title, value, wanted) for title, value, wanted in parts]
     # nan comes first.
     differences.sort(key=lambda part: part[0] if part[0] == part[0] else float("inf"), reverse=True)
     wrong = tuple(
@@ -318,10 +319,6 @@ def _compare(found: dict[str, torch.Tensor], norms: list[float], ranks: int, rep
         if not error <= report.tolerance
     )
     return replace(report, error=differences[0][0], wrong=report.wrong + wrong)
-
-
-def _difference(value: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((value - wanted).norm() / wanted.norm())
 
 
 def _ratio(value: torch.Tensor, wanted: torch.Tensor) -> str:

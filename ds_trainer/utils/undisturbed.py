@@ -74,17 +74,32 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Afterwards modes, buffers, plain attributes of modules (counters) and random generators are as before.
     """
-    modules, random = list(model.modules()), random_state()
-    modes = [module.training for module in modules]
+    random = random_state()
     with unchanged(model):
-        model.eval()
         try:
-            with torch.no_grad():
+            with evaluation_mode(model), torch.no_grad():
                 yield
         finally:
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
             restore_random_state(random)
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module of ``model`` is in the mode from before: training or evaluation."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules of ``model`` are in evaluation mode; afterwards each has its mode from before."""
+    with modes_restored(model):
+        model.eval()
+        yield
 
 
 def train_but_for_noise(model: nn.Module) -> None:

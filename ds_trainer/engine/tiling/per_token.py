@@ -24,6 +24,7 @@ from torch import nn
 from ds_trainer.engine.tiling.tiled_forward import TiledForward, tiled_forward
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.engine.zero3.leaf_modules import moe_blocks
+from ds_trainer.utils.two_runs import relative_difference
 
 _TOKENS, _TILE = 7, 4  # of the verification: two tiles of different sizes
 _TOLERANCE = 1e-3  # relative; a module that mixes tokens is off by about 1, TensorFloat-32 by less than this
@@ -190,14 +191,12 @@ def _results(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None] | 
         return [out.detach(), *torch.autograd.grad(out, inputs, weights, allow_unused=True)]
 
 
-def _are_equal(wanted: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> bool:
-    for a, b in zip(wanted, found, strict=True):
+def _are_equal(whole: list[torch.Tensor | None], parts: list[torch.Tensor | None]) -> bool:
+    for a, b in zip(whole, parts, strict=True):
         if (a is None) != (b is None):
             return False
-        if a is not None and b is not None:
-            difference = float((a - b).norm() / a.norm().clamp(min=1e-12))
-            if not difference <= _TOLERANCE:
-                return False
+        if a is not None and b is not None and not relative_difference(b, a) <= _TOLERANCE:
+            return False
     return True
 
 

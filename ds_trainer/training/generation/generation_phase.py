@@ -104,18 +104,6 @@ class GenerationPhase:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, all modules of ``model`` are in evaluation mode; afterwards each has its mode from before."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
 def _with_cache(model: nn.Module) -> Iterator[None]:
     """Inside, layers do not recompute activations, with which a model in training mode would use no key-value cache:
     every token would then cost a pass over all tokens before it.

@@ -22,7 +22,7 @@ from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.row_random import DrawsOfSamples
 from ds_trainer.utils.seeds import random_state, restore_random_state
-from ds_trainer.utils.undisturbed import train_but_for_noise
+from ds_trainer.utils.undisturbed import modes_restored, train_but_for_noise
 
 _SMALLEST = 1e-6  # a loss below is taken as 0
 _SPLITS: Mapping[int, tuple[tuple[list[int], list[int]], ...]] = {
@@ -191,16 +191,15 @@ class LossPasses:
 
     def _more(self, parts: list[list[int]], draws: DrawsOfSamples | None) -> list[float]:
         """The losses of further parts, in the mode of the first ones."""
-        modes, count = [(module, module.training) for module in self.model.modules()], len(self._losses)
-        if self.training:
-            train_but_for_noise(self.model)
-        for rows in parts:
-            self._add(rows, samples_of_batch(self.whole, rows), draws)
-        for module, training in modes:
-            module.training = training
-        found = self._losses[count:]
+        count = len(self._losses)
+        with modes_restored(self.model):
+            if self.training:
+                train_but_for_noise(self.model)
+            for rows in parts:
+                self._add(rows, samples_of_batch(self.whole, rows), draws)
+        losses = self._losses[count:]
         del self._losses[count:]
-        return found
+        return losses
 
     def _add_last_split(self, draws: DrawsOfSamples | None) -> None:
         """Add the second split: in evaluation mode, to see whether that is the same, unless random numbers differ."""

@@ -181,7 +181,7 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
         Returns:
             The model without its engine. Do not train inside.
         """
-        from ds_trainer.training.generation.generation_phase import evaluation_mode
+        from ds_trainer.utils.undisturbed import evaluation_mode
 
         phase = self._ds_trainer.engines.generation
         choice = None if gather is None else When(str(gather))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ds_trainer.parallel.linear_cross_entropy import TileSettings, linear_cross_entropy
 from ds_trainer.parallel.one_pass_cross_entropy import one_pass_cross_entropy
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.two_runs import ratio, relative_difference
 
 _LOGITS = 2**24  # in the sample
 _ROWS = 8192  # of the weight, cast together
@@ -139,7 +140,7 @@ class _PlainLoss:
         self.losses = losses.detach()
         self._of_logits = of_logits[:, first:last]
 
-    def gradient_difference(self, found: Sequence[torch.Tensor]) -> float:
+    def gradient_difference(self, gradients: Sequence[torch.Tensor]) -> float:
         """The largest relative difference (of norms) of the gradients of inputs, weights and bias."""
         differences = [0.0]
         with torch.autocast(self.losses.device.type, enabled=False):
@@ -150,24 +151,18 @@ class _PlainLoss:
                     of_part = self._of_logits[:, part]
                     of_input += of_part @ weight[part].to(self._dtype)
                     of_weight = (of_part.t() @ x.to(self._dtype)).double()
-                    wrong = wrong + (found[2 * index + 1][part].double() - of_weight).square().sum()
+                    wrong = wrong + (gradients[2 * index + 1][part].double() - of_weight).square().sum()
                     size = size + of_weight.square().sum()
                 if self._group is not None:
                     dist.all_reduce(of_input, group=self._group)
-                differences += [_difference_of_norms(found[2 * index], of_input), _ratio(wrong.sqrt(), size.sqrt())]
+                differences += [
+                    relative_difference(gradients[2 * index], of_input),
+                    ratio(wrong.sqrt(), size.sqrt()),
+                ]
             if self._has_bias:
-                differences.append(_difference_of_norms(found[-1], self._of_logits.sum(0)))
+                differences.append(relative_difference(gradients[-1], self._of_logits.sum(0)))
         return max(differences)
 
 
-def _difference_of_norms(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return _ratio((found.double() - expected.double()).norm(), expected.double().norm())
-
-
-def _largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return _ratio((found.double() - expected.double()).abs().max(), expected.double().abs().max())
-
-
-def _ratio(difference: torch.Tensor, size: torch.Tensor) -> float:
-    """0 for a loss that is not finite, which other checks report."""
-    return float(torch.where(size.isfinite(), difference / size.clamp(min=1e-30), 0.0))
+def _largest_difference(losses: torch.Tensor, expected: torch.Tensor) -> float:
+    return ratio((losses.double() - expected.double()).abs().max(), expected.double().abs().max())

@@ -15,7 +15,7 @@ If one of them fails, hooks find the first module whose output differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,11 @@ from torch import nn
 from ds_trainer.data.packing.batch import Document, PackedFormat
 from ds_trainer.data.packing.token_counts import TOKENS
 from ds_trainer.parallel.attention import active_sharding, use_sharding
-from ds_trainer.training.model.packing.module_search import Recording, first_difference
 from ds_trainer.training.model.sequence_sharding.setup import per_token_output, value_of
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.two_runs import first_difference, rms
+from ds_trainer.utils.undisturbed import evaluation_mode
 
 _SAMPLES = 4
 _TOKENS = 32  # of each sample
@@ -153,10 +154,8 @@ def check_packed_model(batch: Mapping[str, Any], format: PackedFormat, run: Pack
     """
     documents = _short_documents(format.documents(batch))
     rows = _Rows(documents, 2 if batch[TOKENS].shape[0] > 1 else 1, format)
-    modes = [(module, module.training) for module in run.model.modules()]
-    run.model.eval()
     try:
-        with torch.no_grad():
+        with evaluation_mode(run.model), torch.no_grad():
             return _compare(rows, run)
     except (ValueError, TypeError) as error:  # some modules of transformers say that they cannot keep samples apart
         if isinstance(error, ConfigError):
@@ -165,15 +164,12 @@ def check_packed_model(batch: Mapping[str, Any], format: PackedFormat, run: Pack
             f"{_name_of(run.model)}: packing=True, but its forward pass refuses packed samples: {error} Or set "
             "packing=False."
         ) from error
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
-def _short_documents(found: Sequence[Document]) -> list[Document]:
+def _short_documents(documents: Sequence[Document]) -> list[Document]:
     """The beginnings of :data:`_SAMPLES` samples: of the longer ones if there are enough, repeated if there are few."""
-    longer = [document for document in found if len(document[TOKENS]) >= 8]
-    chosen = longer if len(longer) >= _SAMPLES else list(found)
+    longer = [document for document in documents if len(document[TOKENS]) >= 8]
+    chosen = longer if len(longer) >= _SAMPLES else list(documents)
     picked = [chosen[index % len(chosen)] for index in range(_SAMPLES)]
     return [{key: value[:_TOKENS] for key, value in document.items()} for document in picked]
 
@@ -205,11 +201,17 @@ def _compare(rows: _Rows, run: PackedPass) -> Equality:
     numbers = torch.tensor([value if value == value else float("inf") for value in worst], dtype=torch.float64)
     agreed = distributed.largest(numbers).tolist()
     limits = (run.rounding[0], *run.rounding, 0.0)
-    if all(found <= limit for found, limit in zip(agreed, limits, strict=True)):
+    if all(difference <= limit for difference, limit in zip(agreed, limits, strict=True)):
         return Equality(_SAMPLES, outputs_differ, loss_differs, neighbors)
     raise ConfigError(
         _refusal(
-            found=agreed, limits=limits, counts=(targets, in_rows), rows=rows, run=run, packed=packed, tokens=tokens
+            differences=agreed,
+            limits=limits,
+            counts=(targets, in_rows),
+            rows=rows,
+            run=run,
+            packed=packed,
+            tokens=tokens,
         )
     )
 
@@ -238,13 +240,13 @@ def _difference_from(
 ) -> float:
     """The largest relative difference of a token's output from that of its sample alone."""
     worst = 0.0
-    size = torch.cat([alone.double().flatten(1) for _, _, alone in expected]).square().mean().sqrt().item()
+    size = rms(torch.cat([alone.flatten(1) for _, _, alone in expected]))
     for row, start, alone in expected:
         here = ((tokens >= start) & (tokens < start + len(alone))).nonzero().flatten()
         if len(here):
-            found = result[row, here.to(result.device)].double().flatten(1)
+            of_row = result[row, here.to(result.device)].double().flatten(1)
             wanted = alone[(tokens[here] - start).to(alone.device)].double().flatten(1)
-            worst = max(worst, (found - wanted).square().mean(1).sqrt().max().item())
+            worst = max(worst, (of_row - wanted).square().mean(1).sqrt().max().item())
     return worst / size if size else worst
 
 
@@ -256,7 +258,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor, compared: torch.Tenso
     one, two = (value[chosen.to(value.device)].double().flatten(1) for value in (first, second))
     if not len(one):
         return 0.0
-    size = first.double().square().mean().sqrt().item()
+    size = rms(first)
     worst = (one - two).square().mean(1).sqrt().max().item()
     return worst / size if size else worst
 
@@ -265,7 +267,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor, compared: torch.Tenso
 
 
 def _refusal(
-    found: Sequence[float],
+    differences: Sequence[float],
     limits: Sequence[float],
     counts: tuple[int, int],
     rows: _Rows,
@@ -273,7 +275,7 @@ def _refusal(
     packed: dict[str, Any],
     tokens: torch.Tensor,
 ) -> str:
-    outputs, loss, neighbors, miscounted = found
+    outputs, loss, neighbors, miscounted = differences
     name = _name_of(run.model)
     before = f"{name}: packing=True, but packed samples do not train like the same samples alone"
     after = "Set packing=False."
@@ -315,39 +317,34 @@ def _agreed_name(name: str | None) -> str:
 
 
 def _mixing_module(rows: _Rows, run: PackedPass, tokens: torch.Tensor) -> str | None:
-    with _recorded(run) as first:
-        _run(rows.packed(), run, None)
-    with _recorded(run) as second:
-        _run(rows.with_other_neighbors(), run, None)
     compared = rows.unchanged()
 
     def difference(one: torch.Tensor, two: torch.Tensor) -> float:
         per_token = one.shape == two.shape and one.shape[1] == len(tokens) and len(one) == len(compared)
         return _difference(one, two, compared, tokens) if per_token else 0.0
 
-    return first_difference(first, second, difference, run.rounding[1], through_inputs=False)
+    return first_difference(
+        run.model,
+        lambda: _run(rows.packed(), run, None),
+        lambda: _run(rows.with_other_neighbors(), run, None),
+        difference,
+        run.rounding[1],
+        through_inputs=False,
+    )
 
 
 def _differing_module(rows: _Rows, run: PackedPass, packed: dict[str, Any], tokens: torch.Tensor) -> str | None:
     row, start, sample = list(rows.alone())[1]
     length = sample[TOKENS].shape[1]
-    with _recorded(run) as first, use_sharding(None, None):
-        run.loss(run.model, run.prepare(sample))
-    with _recorded(run) as second:
-        _run(packed, run, None)
+
+    def alone() -> None:
+        with use_sharding(None, None):
+            run.loss(run.model, run.prepare(sample))
 
     def difference(one: torch.Tensor, two: torch.Tensor) -> float:
         if one.shape[1] != length or two.shape[1] != len(tokens) or one.shape[2:] != two.shape[2:]:
             return 0.0  # not one value per token
         return _difference_from([(min(row, len(two) - 1), start, one[0])], two, tokens)
 
-    return first_difference(first, second, difference, run.rounding[0], through_inputs=True)
-
-
-@contextmanager
-def _recorded(run: PackedPass) -> Iterator[Recording]:
-    recording = Recording(getattr(run.model, "module", run.model))
-    try:
-        yield recording
-    finally:
-        recording.stop()
+    again = lambda: _run(packed, run, None)  # noqa: E731
+    return first_difference(run.model, alone, again, difference, run.rounding[0], through_inputs=True)

@@ -18,6 +18,8 @@ from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.two_runs import first_difference, rms
+from ds_trainer.utils.undisturbed import evaluation_mode
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
@@ -50,23 +52,28 @@ def check_sharded_model(
         ConfigError: on all ranks of the replica, if the difference exceeds rounding errors, the forward pass never
             calls our attention, or it does not return one result per token.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), use_sharding(None, None):
-            expected = full().detach()
-        with torch.no_grad(), use_sharding(plan, groups) as sharding:
-            result = sharded().detach()
-    finally:
-        for module, training in modes:
-            module.training = training
-    assert sharding is not None  # there is a plan
     part = plan.positions(groups.coordinates.cp, groups.coordinates.sp)
+    calls = 0
+
+    def whole_pass() -> torch.Tensor:
+        with use_sharding(None, None):
+            return full().detach()
+
+    def sharded_pass() -> torch.Tensor:
+        nonlocal calls
+        with use_sharding(plan, groups) as sharding:
+            shard = sharded().detach()
+        assert sharding is not None  # there is a plan
+        calls = sharding.calls
+        return shard
+
+    with evaluation_mode(model), torch.no_grad():
+        expected, result = whole_pass(), sharded_pass()
     per_token = expected.shape[1:2] == (plan.length,) and result.shape[1:2] == (len(part),)
     difference = _difference(expected, result, plan, part) if per_token else 0.0
     # All ranks use the maximum; nan counts as infinite.
     outcome = torch.tensor(
-        [difference if difference == difference else float("inf"), sharding.calls == 0, not per_token],
+        [difference if difference == difference else float("inf"), calls == 0, not per_token],
         dtype=torch.float64,
     )
     dist.all_reduce(outcome, dist.ReduceOp.MAX, group=groups.replica_host)
@@ -83,10 +90,24 @@ def check_sharded_model(
             "Call ds_trainer.attention(query, key, value) in it, or set both to 1."
         )
     elif difference > allowed:
+
+        def of_module(one: torch.Tensor, two: torch.Tensor) -> float:
+            per_token = two.shape == (len(expected), len(part), *one.shape[2:]) and len(one) == len(expected)
+            if not per_token or not len(part) < one.shape[1] <= plan.length:
+                return 0.0
+            missing = plan.length - one.shape[1]  # padding, which is not compared
+            return _difference(nn.functional.pad(one, (0, 0) * (one.dim() - 2) + (0, missing)), two, plan, part)
+
+        with evaluation_mode(model), torch.no_grad():
+            own = first_difference(model, whole_pass, sharded_pass, of_module, allowed, through_inputs=True)
+        names: list[str | None] = [None] * groups.replica_host.size()
+        dist.all_gather_object(names, own, group=groups.replica_host)
+        module = next((name for name in names if name), "none with one value per token")
         why = (
             f"the results of a sharded sequence differ from those of the full one by a relative {difference:.2g} "
             f"(rounding allows {allowed:.0e}): something other than our attention mixes tokens (a convolution, a "
-            "recurrent layer, custom positions or masks). Set both to 1."
+            f"recurrent layer, custom positions or masks). The first module with another output: {module}. Set both to "
+            "1."
         )
     else:
         return difference
@@ -103,7 +124,7 @@ def _difference(expected: torch.Tensor, result: torch.Tensor, plan: SequencePlan
         valid = plan.documents.valid_at(part)
     full = expected[:, part.to(expected.device)][valid.to(expected.device)].double().cpu()
     sharded = result[valid.to(result.device)].double().cpu()
-    size = expected.double().square().mean().sqrt().item()
+    size = rms(expected)
     if not full.numel() or size == 0:
         return 0.0 if not full.numel() else sharded.abs().max().item()
-    return (sharded - full).square().mean().sqrt().item() / size
+    return rms(sharded - full) / size
