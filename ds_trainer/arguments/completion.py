@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ds_trainer.arguments.accelerator_config import complete_accelerator_config
-from ds_trainer.arguments.checks.evaluation_checks import has_default_metric
+from ds_trainer.arguments.checks.value_checks import has_default_metric
 from ds_trainer.arguments.compat.dict_fields import mapping_of_text, read_dict_fields
 from ds_trainer.arguments.compat.renamed_arguments import OLDER_NAMES
 from ds_trainer.arguments.enums import CHOICES, DebugOption, IntervalStrategy, LogLevel

@@ -140,7 +140,7 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
-        "engine/modes.py",
+        "engine/evaluation_engine.py",
         "model.training is True in evaluations",
         UNSEEN,
         replaces=of(ENGINE, "train", "eval"),
@@ -363,7 +363,7 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
-        "engine/zero3/registered_hooks.py",
+        "engine/zero3/parts.py",
         "hooks are lost when a library registers DeepSpeed's again",
         UNSEEN,
         replaces=of(OFFLOAD, "_register_deepspeed_module"),

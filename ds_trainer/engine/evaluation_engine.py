@@ -7,7 +7,8 @@ one device. A training engine can be built from the same model afterwards.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -15,7 +16,6 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import end_registrations
-from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
 from ds_trainer.engine.tensor_parallel.repairs import skip_input_check
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
@@ -96,3 +96,26 @@ class EvaluationEngine:
         if self._zero3 is not None:
             self._zero3.release(self.deepspeed.module)
         reset_deepspeed_groups()
+
+
+# The mode of an engine is that of its module: scripts ask ``model.training`` of the engine that they get.
+
+
+def follow_modes(engine: DeepSpeedEngine) -> None:
+    """``engine.train()`` and ``eval()`` set ``engine.training`` and return the engine, as those of any module.
+
+    DeepSpeed's only pass the mode on to the module: ``model.training`` stays True in evaluations, and
+    ``model = model.eval()`` gives None. Metrics that a ``compute_loss`` keeps by mode would be mixed.
+    """
+    engine.__class__ = _with_modes(cast(Any, type(engine)))
+
+
+@cache
+def _with_modes(kind: Any) -> Any:
+    def train(self: Any, mode: bool = True) -> Any:
+        kind.train(self, mode)
+        self.training = mode
+        return self
+
+    members = {"train": train, "eval": lambda self: self.train(False), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)

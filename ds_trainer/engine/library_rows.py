@@ -45,7 +45,7 @@ ROWS = (
         relies_on=of(ENGINE, "_configure_tensor_parallel"),
     ),
     Row(
-        "engine/tensor_parallel/embedding_partitioning.py",
+        "engine/tensor_parallel/partitioning.py",
         "the optimizer holds an old embedding, or its slice is saved as the whole",
         UNSEEN,
         replaces=of(AUTO_TP, "_slice_embedding"),
@@ -96,7 +96,7 @@ ROWS = (
         relies_on=of(LAYERS, "VocabParallelLinear", "GatherFromTensorParallelRegion"),
     ),
     Row(
-        "engine/tensor_parallel/tensor_parallel_rng.py",
+        "engine/tensor_parallel/partitioning.py",
         "dropout masks of different slices are equal",
         UNSEEN,
         relies_on=of(LAYERS, "LinearAllreduce.forward", "SubParamLinearAllreduce", "SubParamLinearLayer"),
@@ -210,7 +210,7 @@ ROWS = (
         replaces=("torch.nn.modules.module:Module.register_parameter",),
     ),
     Row(
-        "engine/loading/large_tensors.py",
+        "engine/loading/empty_model.py",
         "a large tensor is filled too early or never",
         "the check of loaded weights",
         relies_on=("torch.storage:UntypedStorage",),

@@ -20,6 +20,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses, without_backward, without_graph
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
+from ds_trainer.engine.evaluation_engine import follow_modes
 from ds_trainer.engine.finite_step import (
     SkippedStepError,
     attributes,
@@ -33,7 +34,6 @@ from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.creation_memory import bounded_creation, check_creation
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import end_registrations
-from ds_trainer.engine.modes import follow_modes
 from ds_trainer.engine.muon_compilation import compile_muon_when_called
 from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
 from ds_trainer.engine.own_updates import OwnUpdates
@@ -60,7 +60,7 @@ from ds_trainer.utils.secrets import register_secrets_of, without_secrets
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-    from ds_trainer.engine.tensor_parallel.gradient_agreement import GradientAgreement
+    from ds_trainer.engine.tensor_parallel.repairs import GradientAgreement
     from ds_trainer.engine.zero3.parts import Zero3Parts
 
 
@@ -192,7 +192,7 @@ class TrainingEngine:
             compile_module(self.deepspeed, compile_options)  # DeepSpeed's configuration alone compiles nothing
         self._agreement: GradientAgreement | None = None
         if layout.tp > 1:
-            from ds_trainer.engine.tensor_parallel.gradient_agreement import GradientAgreement
+            from ds_trainer.engine.tensor_parallel.repairs import GradientAgreement
 
             self._agreement = GradientAgreement(model, self.groups)
         self.precision = config.precision.dtype

@@ -74,7 +74,7 @@ class StepProfile:
 
     Attributes:
         steps: number of profiled steps.
-        parts: seconds of each part on the host (:data:`ds_trainer.monitor.profile_breakdown.PARTS`).
+        parts: seconds of each part on the host (:data:`ds_trainer.monitor.step_profiler.PARTS`).
         operators: ``(name, seconds of its own, calls)`` of the operators that took the most time of the host.
         device: times on the GPU; None without one.
     """

@@ -19,7 +19,7 @@ from ds_trainer.training.assembly import Assembly
 from ds_trainer.training.evaluation.labels import labels_of
 from ds_trainer.training.evaluation.nested import detached
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, PredictionOutput
-from ds_trainer.training.generation.generation_config import read_generation_config
+from ds_trainer.training.generation.generation_phase import read_generation_config
 from ds_trainer.training.loading.model_argument import resolve_model
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.model.micro_batch_rng import micro_batch_rng, seed_of_micro_batches

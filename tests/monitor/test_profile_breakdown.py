@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from ds_trainer.monitor.health.heartbeat import COMPUTE
-from ds_trainer.monitor.profile_breakdown import PARTS, PHASE_PREFIX, Kind, Span, breakdown, kind_of
 from ds_trainer.monitor.profile_page import DeviceTimes, StepProfile, page_text
-from ds_trainer.monitor.step_profiler import step_profile
+from ds_trainer.monitor.step_profiler import PARTS, PHASE_PREFIX, Kind, Span, breakdown, kind_of, step_profile
 
 
 def seconds(*spans: tuple[float, float, Kind]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ds_trainer.utils.child_process import ChildFailed, in_child_process
+from ds_trainer.cli.dry_run import ChildFailed, in_child_process
 from ds_trainer.utils.errors import ConfigError
 
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from ds_trainer import ConfigError, TrainerCallback
 from ds_trainer.training import run_setup as stopping
-from ds_trainer.training.stopping.request import StopRequest
-from ds_trainer.training.stopping.stop_controller import StopVote, TrainingStopped
+from ds_trainer.training.stopping.stop_controller import StopRequest, StopVote, TrainingStopped
 from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import REQUEUE
 from ds_trainer.utils.host_votes import GroupVotes, StoreVotes, reachable_group

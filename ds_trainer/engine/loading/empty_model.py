@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_trainer.engine.loading.construction_record import ConstructionRecorder
-from ds_trainer.engine.loading.large_tensors import LazyLargeTensors
 from ds_trainer.utils.errors import ConfigError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -116,3 +120,103 @@ _REMEDY = (
     "Load the model with its weights (`ModelClass.from_pretrained(...)`, or its constructor) and pass the model itself "
     "to the Trainer."
 )
+
+
+# Defers the memory of large tensors that a constructor creates until they are read or written.
+
+
+LARGE_BYTES = 2**28
+"""Minimum size of a large tensor; a constructor holds only one smaller tensor at a time."""
+
+_aten = torch.ops.aten
+_Fill = Callable[[torch.Tensor], Any]
+
+
+def _ones(*_: Any) -> _Fill:
+    return partial(torch.Tensor.fill_, value=1)
+
+
+def _zeros(*_: Any) -> None:
+    """Fresh pages contain zeros."""
+
+
+def _uniform(*_: Any) -> _Fill:
+    return torch.Tensor.uniform_
+
+
+def _normal(*_: Any) -> _Fill:
+    return torch.Tensor.normal_
+
+
+def _value(args: Any) -> _Fill:
+    return lambda tensor: tensor.fill_(args[-1])
+
+
+# For each factory: the index of its size argument, and the function that fills the tensor.
+_FACTORIES: dict[Any, tuple[int, Callable[..., _Fill | None]]] = {
+    **dict.fromkeys((_aten.empty, _aten.zeros, _aten.empty_like, _aten.zeros_like), (0, _zeros)),
+    **dict.fromkeys((_aten.new_empty, _aten.new_zeros), (1, _zeros)),
+    **dict.fromkeys((_aten.ones, _aten.ones_like), (0, _ones)),
+    **dict.fromkeys((_aten.full, _aten.full_like), (0, _value)),
+    **dict.fromkeys((_aten.rand, _aten.rand_like), (0, _uniform)),
+    **dict.fromkeys((_aten.randn, _aten.randn_like), (0, _normal)),
+    _aten.new_ones: (1, _ones),
+    _aten.new_full: (1, _value),
+}
+
+
+class LazyLargeTensors(TorchDispatchMode):
+    """Creates large tensors (``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand``, ``randn`` ...) lazily.
+
+    A large new tensor only reserves address space, without committing memory; the first operation on its values fills
+    it. One stack of experts can exceed the memory of a host that is sized for shards. A parameter that moves to the
+    meta device is never filled. Buffers are filled when they are used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # While a weak reference exists, its storage address is not reused.
+        self._unfilled: dict[int, tuple[StorageWeakRef, torch.dtype, _Fill]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        factory = _FACTORIES.get(func.overloadpacket)
+        if factory is not None:
+            made = self._reserved(func, args, kwargs, *factory)
+            return func(*args, **kwargs) if made is None else made
+        if self._unfilled and not func.is_view and func.overloadpacket is not _aten.detach:
+            self.fill(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return func(*args, **kwargs)
+
+    def fill(self, tensors: Any = None) -> None:
+        """Fill those of ``tensors`` that are not filled yet; None: all that still exist."""
+        if tensors is None:
+            self._unfilled = {key: entry for key, entry in self._unfilled.items() if not entry[0].expired()}
+            storages = {key: torch.UntypedStorage._new_with_weak_ptr(key) for key in self._unfilled}
+        else:
+            storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        for key, storage in storages.items():
+            if key in self._unfilled:
+                _, dtype, fill = self._unfilled.pop(key)
+                fill(torch.empty(0, dtype=dtype).set_(storage))
+
+    def _reserved(
+        self, func: Any, args: Any, kwargs: Any, size_at: int, filling: Callable[..., _Fill | None]
+    ) -> torch.Tensor | None:
+        size = args[size_at] if len(args) > size_at else ()
+        numel = size.numel() if isinstance(size, torch.Tensor) else torch.Size(size).numel()
+        if numel * 16 < LARGE_BYTES or kwargs.get("pin_memory") or kwargs.get("generator") is not None:
+            return None
+        device = kwargs.get("device") or (args[0].device if isinstance(args[0], torch.Tensor) else "cpu")
+        if torch.device(device).type != "cpu":
+            return None
+        like = func(*args, **{**kwargs, "device": "meta"})
+        if numel * like.dtype.itemsize < LARGE_BYTES:
+            return None
+        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux value; defined by Python since 3.13
+        memory = mmap.mmap(-1, numel * like.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+        made = torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+        if (fill := filling(args)) is not None:
+            storage = made.untyped_storage()
+            self._unfilled[storage._cdata] = (StorageWeakRef(storage), like.dtype, fill)
+        return made

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from ds_trainer.engine.tensor_parallel.embedding_partitioning import partition_embeddings_in_place
 from ds_trainer.engine.tensor_parallel.lora_partitioning import partition_lora_layers
 from ds_trainer.engine.tensor_parallel.partition_check import dense_plan
 from ds_trainer.engine.tensor_parallel.repairs import mark_sliced_embeddings, repair_layers
 from ds_trainer.engine.tensor_parallel.slices import is_sliced
-from ds_trainer.engine.tensor_parallel.tensor_parallel_rng import separate_randomness
 from ds_trainer.engine.tensor_parallel.vocab_parallel_head import custom_loss_function, install_logit_gathering
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.utils.errors import ConfigError
@@ -173,3 +172,129 @@ def _input_embeddings_may_be_missing(model: Any) -> Iterator[None]:
     finally:
         if missing:
             del model.get_input_embeddings
+
+
+# Embeddings that tensor parallelism partitions along their width.
+#
+# Without a plan DeepSpeed partitions embeddings inside layers (T5's relative positions, one column per head). It copies
+# a slice to the device and back into a new embedding, which is impossible for a weight on the meta device, and an
+# existing optimizer still refers to the old parameter. Here the parameter object stays the same and its data becomes
+# the slice.
+
+
+@contextmanager
+def partition_embeddings_in_place() -> Iterator[None]:
+    """Inside, embeddings that DeepSpeed partitions keep their parameter object."""
+    from deepspeed.module_inject.auto_tp import AutoTP
+
+    original = AutoTP._slice_embedding
+
+    def partition(cutter: Any, child: Any, name: str, conv_linear_layer: bool) -> Any:
+        tied = {*cutter._tied_row_parallel_embedding_ids}
+        if cutter.vocab_parallel_lm_head:
+            tied |= {*cutter._tied_vocab_parallel_embedding_ids}
+        if getattr(child, "replaced", False) or id(child) in tied:
+            return original(cutter, child, name, conv_linear_layer)  # does nothing
+        cutter._gather_zero3_params(child)
+        _partition(cutter, child, name)
+        return child
+
+    AutoTP._slice_embedding = partition
+    try:
+        yield
+    finally:
+        AutoTP._slice_embedding = original
+
+
+def _partition(cutter: Any, embedding: nn.Embedding, name: str) -> None:
+    from deepspeed import comm
+    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+    from deepspeed.module_inject.layers import _build_param_uc_restore_meta
+    from deepspeed.module_inject.tp_shard import get_shard_size_list
+
+    weight = embedding.weight
+    shape = tuple(weight.shape)
+    sizes = get_shard_size_list(shape[1], cutter.mp_size, cutter.tp_meta, name)
+    weight.data = weight.data.split(sizes, dim=1)[comm.get_rank(group=cutter.mp_group)]
+    embedding.embedding_dim = weight.shape[1]
+    meta = _build_param_uc_restore_meta(
+        partition_type="row",
+        partition_dim=1,
+        logical_shape=shape,
+        output_shape=shape,
+        partition_sizes=sizes,
+        target_partition_shape=tuple(weight.shape),
+        original_shape=shape,
+    )
+    setattr(weight, DS_AUTOTP_UC_META, meta)
+    embedding.replaced = True  # type: ignore[assignment]  # DeepSpeed's mark of processed modules
+
+
+# Random numbers of tensor-parallel ranks: equal for replicated activations, different for partitioned ones.
+#
+# The ranks of a tensor-parallel group run with the same state of the default generators. Between a column-parallel and
+# the next row-parallel layer each rank works on different values (its heads, its part of the MLP): there the generators
+# are reseeded from a common draw and the rank, and afterwards restored to their state after the draw.
+#
+# So there is no state other than that of the default generators: checkpoints save it, and a recomputation, which starts
+# with the state of its forward pass, draws the same masks. The generator's seed tells whether a region is active,
+# because a recomputation may stop in the middle of a region.
+
+
+_SEEDS = 2**62
+_STRIDE = 0x1E3779B97F4A7C15  # odd: distant seeds for neighboring ranks
+
+
+def dropout_names(model: nn.Module) -> list[str]:
+    """Names of dropouts in ``model``: ``nn.Dropout`` modules and attributes named like it, with a rate above 0."""
+    found = []
+    for name, module in model.named_modules():
+        rates = [(key, value) for key, value in vars(module).items() if "drop" in key]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rates.append(("p", module.p))
+        found += [f"{name}.{key}" for key, rate in rates if isinstance(rate, float) and rate > 0.0]
+    return found
+
+
+class SlicedRegion:
+    """Switches the generators between a column- and a row-parallel layer."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._seed: int | None = None
+        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def enter(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """After a column-parallel layer."""
+        if not module.training or torch.initial_seed() == self._seed:
+            return
+        drawn = int(torch.randint(_SEEDS, (), dtype=torch.int64))
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._outside = (torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None)
+        self._seed = (drawn + (self._rank + 1) * _STRIDE) % _SEEDS
+        torch.manual_seed(self._seed)
+
+    def leave(self, module: nn.Module, arguments: Any) -> None:
+        """Before a row-parallel layer."""
+        if self._outside is None or torch.initial_seed() != self._seed:
+            return
+        on_host, on_gpu = self._outside
+        torch.set_rng_state(on_host)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+
+
+def separate_randomness(model: nn.Module, groups: ParallelGroups) -> None:
+    """Makes the partitioned parts of ``model`` draw different random numbers on each tensor-parallel rank."""
+    from deepspeed.module_inject import layers
+
+    if not dropout_names(model):
+        return
+    region = SlicedRegion(groups.coordinates.tp)
+    for module in model.modules():
+        if isinstance(module, (layers.LinearAllreduce, layers.SubParamLinearAllreduce)):
+            module.register_forward_pre_hook(region.leave)
+        elif isinstance(module, (layers.LinearLayer, layers.SubParamLinearLayer)):
+            gathered = getattr(module, "gather_output", False) or isinstance(module, layers.VocabParallelLinear)
+            if not gathered:
+                module.register_forward_hook(region.enter)

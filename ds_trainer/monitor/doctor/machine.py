@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from ds_trainer.monitor.doctor.file_holders import mapped_files
 from ds_trainer.monitor.doctor.findings import Finding, Level
+from ds_trainer.monitor.doctor.jit_locks import mapped_files
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
 from ds_trainer.utils.open_files import open_file_problem
 from ds_trainer.utils.units import human_bytes

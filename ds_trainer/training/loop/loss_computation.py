@@ -236,7 +236,7 @@ class LossComputation:
         tokens = labels.numel() if isinstance(labels, torch.Tensor) else math.inf
         # In an evaluation that wants outputs, the logits are made anyway, unless a function reduces them in pieces.
         made = bool(keywords.get("return_outputs")) and not self.defers_outputs
-        # There all ranks do the same whatever their batches, as they vote on the pieces (evaluation/logits_to_host.py).
+        # There all ranks do the same whatever their batches, as they vote on the pieces (logits_in_pieces.py).
         plain = made or (tokens < self.chunked.tokens_from and not self.defers_outputs)
         try:
             with (

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer.data.columns import base_model
 from ds_trainer.training.model.activation_offload import offload_activations
-from ds_trainer.training.model.input_embeddings import all_input_embeddings
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils.errors import ConfigError
 
@@ -111,3 +111,28 @@ def _method(model: nn.Module) -> Any:
 def _need_gradient(module: nn.Module, inputs: Any, output: Any) -> None:
     if isinstance(output, torch.Tensor) and torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
+
+
+# Finds the input embeddings of a model.
+
+
+def input_embeddings(model: nn.Module) -> nn.Module | None:
+    """The result of ``get_input_embeddings()`` of ``model`` (of the base model if it is a PEFT model), or None."""
+    return _embeddings_of(base_model(model))
+
+
+def all_input_embeddings(model: nn.Module) -> list[nn.Module]:
+    """The input embeddings of all submodules of ``model``, each once."""
+    embeddings = (_embeddings_of(part) for part in model.modules())
+    return list(dict.fromkeys(module for module in embeddings if module is not None))
+
+
+def _embeddings_of(model: Any) -> nn.Module | None:
+    getter = getattr(model, "get_input_embeddings", None)
+    if getter is None:
+        return None
+    try:
+        module = getter()
+    except NotImplementedError:  # transformers' base class has the method for every model
+        return None
+    return module if isinstance(module, nn.Module) else None

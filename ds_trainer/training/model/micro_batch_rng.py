@@ -1,7 +1,7 @@
 """Random numbers of the model that depend on the place of a rank (dropout, NEFTune noise, sampled tokens).
 
 Ranks of a tensor-parallel group work on the same activations and must draw the same numbers (for partitioned
-activations see :mod:`ds_trainer.engine.tensor_parallel.tensor_parallel_rng`). Ranks with different dp, cp or sp
+activations see :mod:`ds_trainer.engine.tensor_parallel.partitioning`). Ranks with different dp, cp or sp
 coordinates see different tokens and must draw different numbers. The current generator state guarantees neither: one
 rank of a replica reads the data, and may draw numbers while doing so.
 

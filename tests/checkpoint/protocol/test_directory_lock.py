@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from ds_trainer.checkpoint.protocol import directory_lock
-from ds_trainer.checkpoint.protocol.directory_lock import LOCK_FILE, DirectoryLock
+from ds_trainer.training.resume import output_directory
+from ds_trainer.training.resume.output_directory import LOCK_FILE, DirectoryLock
 from ds_trainer.utils.errors import ConfigError
 
 
@@ -108,7 +108,7 @@ def test_an_old_filelock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def __init__(self, lock_file: Any, timeout: float = -1, mode: int = 0o644, thread_local: bool = True) -> None:
             super().__init__(lock_file, timeout, mode, thread_local)
 
-    monkeypatch.setattr(directory_lock, "FileLock", Old)
+    monkeypatch.setattr(output_directory, "FileLock", Old)
     with pytest.raises(ConfigError, match=r"which ignores fallback_to_soft, on_acquired.*'filelock>=4\.1'"):
         DirectoryLock(tmp_path)
     assert '"filelock>=4.1"' in (Path(__file__).parents[3] / "pyproject.toml").read_text()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_trainer.engine.loading import construction_record, large_tensors, placement
+from ds_trainer.engine.loading import construction_record, placement
 from ds_trainer.engine.loading.empty_model import empty_model
 from ds_trainer.engine.loading.new_weights import NewWeights
 from ds_trainer.parallel.shard_slices import ShardSlice
@@ -109,7 +109,7 @@ def test_a_large_buffer_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> Non
             self.register_buffer("true", torch.full((600, 600), True))
             self.register_buffer("counted", torch.full((300, 300), 3))
 
-    monkeypatch.setattr(large_tensors, "LARGE_BYTES", 300_000)
+    monkeypatch.setattr("ds_trainer.engine.loading.empty_model.LARGE_BYTES", 300_000)
     real, empty = Masks(), empty_model(Masks)
     for name, wanted in real.named_buffers():
         found = empty.get_buffer(name)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer, TrainingArguments
-from ds_trainer.engine.tensor_parallel import tensor_parallel_rng
+from ds_trainer.engine.tensor_parallel import partitioning
 from ds_trainer.parallel.layout import Coordinates
 from ds_trainer.training.model.micro_batch_rng import micro_batch_seed
 from tests.support.models import RaggedTokens, tiny_llama
@@ -38,7 +38,7 @@ class Recomputing(Mixer):
         return {"loss": loss, "logits": logits}
 
 
-class SameRegion(tensor_parallel_rng.SlicedRegion):
+class SameRegion(partitioning.SlicedRegion):
     """Negative control: nothing is separated."""
 
     def enter(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -69,13 +69,13 @@ def masks(output_dir: str, recompute: bool, separated: bool = True, **arguments:
         model.get_submodule(name).register_forward_hook(keep)
     if "replica_specific_rng" not in arguments:
         torch.manual_seed(torch.distributed.get_rank())  # whatever state the data or a user has left
-    original = tensor_parallel_rng.SlicedRegion
-    tensor_parallel_rng.SlicedRegion = original if separated else SameRegion  # type: ignore[misc]
+    original = partitioning.SlicedRegion
+    partitioning.SlicedRegion = original if separated else SameRegion  # type: ignore[misc]
     trainer = Trainer(model, args, train_dataset=RaggedTokens(37))
     try:
         trainer.train()
     finally:
-        tensor_parallel_rng.SlicedRegion = original  # type: ignore[misc]
+        partitioning.SlicedRegion = original  # type: ignore[misc]
     trainer.engine.close()
     return found
 

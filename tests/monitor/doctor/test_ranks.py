@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.monitor.doctor import clocks, network
-from ds_trainer.monitor.doctor.clocks import Skew, clock_finding, measure_skews
+from ds_trainer.monitor.doctor import examination, network
+from ds_trainer.monitor.doctor.examination import Skew, clock_finding, measure_skews
 from ds_trainer.monitor.doctor.findings import Level, RankHost
 from ds_trainer.monitor.doctor.network import interface_findings, name_findings, reach_finding
 from ds_trainer.monitor.doctor.versions import code_digest, differences, version_findings
@@ -49,13 +49,13 @@ def test_different_code_has_a_different_digest(tmp_path: Path) -> None:
 
 def skewed(seconds: list[float]) -> Skew | None:
     """The clock of each rank is off by so much."""
-    original = clocks.now
+    original = examination.now
     off = seconds[distributed.rank()]
-    clocks.now = lambda: original() + off
+    examination.now = lambda: original() + off
     try:
         return measure_skews([0, 2, 3])
     finally:
-        clocks.now = original
+        examination.now = original
 
 
 def test_the_skew_of_a_clock_is_measured() -> None:

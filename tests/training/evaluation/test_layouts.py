@@ -15,7 +15,7 @@ from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.training.evaluation import loss_mean
-from ds_trainer.training.evaluation.unshard import unshard_outputs
+from ds_trainer.training.evaluation.evaluator import unshard_outputs
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.layouts import PlainAttention

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from ds_trainer.training.evaluation import logits_to_host
+from ds_trainer.training.evaluation import logits_in_pieces
 from ds_trainer.training.model.chunked_loss import chunked_loss
 from ds_trainer.training.model.chunked_loss.head_check import check_tiles
 from tests.support.layouts import pad
@@ -153,8 +153,8 @@ def batches_of_two_ranks() -> list[list[list[torch.Tensor]]]:
 
 def test_a_border_that_drops_a_token_is_noticed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = predicted(str(tmp_path), 0)
-    gathered = logits_to_host.gather_micro_steps
-    monkeypatch.setattr(logits_to_host, "gather_micro_steps", lambda piece, *more: gathered(piece.roll(1, 1), *more))
+    gathered = logits_in_pieces.gather_micro_steps
+    monkeypatch.setattr(logits_in_pieces, "gather_micro_steps", lambda piece, *more: gathered(piece.roll(1, 1), *more))
     with pytest.raises(AssertionError):
         assert_equal(predicted(str(tmp_path), CHUNK), wanted)
 

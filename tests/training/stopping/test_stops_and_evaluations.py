@@ -15,8 +15,7 @@ import torch
 
 from ds_trainer import Trainer
 from ds_trainer.training.stopping import stop_controller
-from ds_trainer.training.stopping.request import StopRequest
-from ds_trainer.training.stopping.stop_controller import StopController, TrainingStopped
+from ds_trainer.training.stopping.stop_controller import StopController, StopRequest, TrainingStopped
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_votes import GroupVotes
 from tests.support.pool import pool

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ds_trainer.training.stopping import stop_controller
-from ds_trainer.training.stopping.request import StopRequest, decode, encode
-from ds_trainer.training.stopping.stop_controller import StopVote
+from ds_trainer.training.stopping.stop_controller import StopRequest, StopVote, decode, encode
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
 
 STOP_REQUESTS = [
