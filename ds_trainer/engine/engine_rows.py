@@ -363,7 +363,7 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
-        "engine/zero3/parts.py",
+        "engine/zero3/registered_hooks.py",
         "hooks are lost when a library registers DeepSpeed's again",
         UNSEEN,
         replaces=of(OFFLOAD, "_register_deepspeed_module"),

@@ -106,7 +106,7 @@ class WeightMovement:
         self._kept = norms(self._parts()) if put_back else None
 
     def _sampled(self) -> torch.Tensor:
-        parts = [_sample_of(part) for part in self._parts()]
+        parts = [part[:: max(1, len(part) // _SAMPLE)] for part in self._parts()]
         self._lengths = [len(part) for part in parts]
         return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)
 
@@ -126,10 +126,6 @@ class WeightMovement:
         moved, weights, changed, elements = sums.tolist()
         rows = zip(moved, weights, changed, elements, strict=True)
         return [StepSize((m / w) ** 0.5, c / n) if w else None for m, w, c, n in rows]
-
-
-def _sample_of(part: torch.Tensor) -> torch.Tensor:
-    return part[:: max(1, len(part) // _SAMPLE)]
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_trainer.engine.loading.transformers_zero3 import independent_ranks
 from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
-from ds_trainer.engine.zero3.parts import SavedHooks, zero3_hooks
+from ds_trainer.engine.zero3.registered_hooks import SavedHooks, zero3_hooks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.host_memory import free_host_memory
 

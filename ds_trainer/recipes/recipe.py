@@ -318,7 +318,9 @@ def _read_sources(located: Located, name: str, problems: list[str]) -> tuple[str
         values = {}
         for key, value in entry.value.items():
             if key not in hints:
-                problems.append(f"{value.where}: unknown key '{name}[{index}].{key}'.{_hint(key, hints)}")
+                problems.append(
+                    f"{value.where}: unknown key '{name}[{index}].{key}'.{did_you_mean(key, hints) or _valid(hints)}"
+                )
                 continue
             try:
                 values[key] = read_as(value, hints[key])
@@ -326,10 +328,6 @@ def _read_sources(located: Located, name: str, problems: list[str]) -> tuple[str
                 problems.append(f"{value.where}: {name}[{index}].{key}: {error}.")
         sources.append(SourceSpec(**values))
     return tuple(sources)
-
-
-def _hint(key: str, hints: dict[str, Any]) -> str:
-    return did_you_mean(key, hints) or _valid(hints)
 
 
 def _origins(entries: dict[str, Located], above: str) -> typing.Iterator[tuple[str, str]]:

@@ -35,15 +35,6 @@ from ds_trainer.utils.errors import ConfigError
 CLIENT_STATE_FILE = "progress.pt"  # the name that format 1 of the checkpoints has for it
 
 
-def _shard_file(rank: int, part: int) -> str:
-    return f"rank_{rank:05d}" + (f".{part}" if part else "") + ".safetensors"
-
-
-def frozen_file(rank: int) -> str:
-    """Returns the name of a rank's file of frozen weights."""
-    return f"rank_{rank:05d}.frozen.safetensors"
-
-
 def _extras_file(rank: int) -> str:
     return f"extras_{rank:05d}.pt"
 
@@ -77,13 +68,14 @@ def engine_state_files(
     frozen_parameters = frozen.names.difference(excluded)
     if frozen_parameters:
         shards_of = frozen_shards(engine, frozen_parameters)
-        file = frozen.file(FrozenContent(frozen_file(rank), shards_of, {}, locate))
+        file = frozen.file(FrozenContent(f"rank_{rank:05d}.frozen.safetensors", shards_of, {}, locate))
         if any(len(shard.slice) for shard in shards_of):
             yield file
     extras: dict[str, dict[str, Any]] = {}
     for part, state in enumerate(read_state_shards(engine, {*frozen_parameters, *excluded})):
         extras.update(state.extras)
-        yield ShardContent(_shard_file(rank, part), state.tensors, state.scalars, locate)
+        name = f"rank_{rank:05d}{f'.{part}' if part else ''}.safetensors"
+        yield ShardContent(name, state.tensors, state.scalars, locate)
     if extras:
         yield InMemoryFile.of(_extras_file(rank), extras)
     if with_client_state:

@@ -186,7 +186,9 @@ def describe(model: Any, files: list[str]) -> ModelDescription:
     wrapped = bool(adapted) and not getattr(model, "_hf_peft_config_loaded", False)
     if adapted:
         inner = model.get_base_model() if wrapped else model
-        adapters = {name: _configuration_of(config) for name, config in model.peft_config.items()}
+        adapters = {
+            name: json.loads(_files_of(config)["adapter_config.json"]) for name, config in model.peft_config.items()
+        }
         names = model.active_adapters
         active = list(names() if callable(names) else names)
     kind = type(inner)
@@ -208,11 +210,6 @@ def describe(model: Any, files: list[str]) -> ModelDescription:
         wrapped=wrapped,
         sections=sections,
     )
-
-
-def _configuration_of(config: Any) -> Any:
-    """Returns an adapter's configuration in peft's JSON form."""
-    return json.loads(_files_of(config)["adapter_config.json"])
 
 
 def _files_of(part: Any) -> dict[str, bytes]:

@@ -28,16 +28,12 @@ def initializers(model: nn.Module) -> list[Initializer]:
     """
     found = [
         Initializer(module, f"{type(module).__name__}.{reset.__name__}()", reset)
-        for module in _children_first(model)
+        for module in reversed(list(_parents_first(model, set())))
         if (reset := _reset_method(module)) is not None
     ]
     if any(initializes_modules(module) for module in model.modules()):
         found += _by_model(model, None, set())
     return found
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    return reversed(list(_parents_first(module, set())))
 
 
 def _parents_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

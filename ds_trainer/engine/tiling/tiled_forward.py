@@ -66,7 +66,13 @@ class TiledForward:
             out = _Tiled.apply(self._forward, self.rows, True, x, *parameters)
             self._draws = not _same_state(before, _generator_state(x.device))
             return out
-        return _Tiled.apply(self._forward, self.rows, self._draws or _has_dropout(self._module), x, *parameters)
+        return _Tiled.apply(
+            self._forward,
+            self.rows,
+            self._draws or any(isinstance(part, _DropoutNd) and part.p > 0 for part in self._module.modules()),
+            x,
+            *parameters,
+        )
 
 
 def tiled_forward(module: nn.Module) -> TiledForward | None:
@@ -144,11 +150,6 @@ def _autocast_of(device_type: str) -> dict[str, Any]:
         "dtype": torch.get_autocast_dtype(device_type),
         "cache_enabled": torch.is_autocast_cache_enabled(),
     }
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    """Whether a dropout of ``module`` draws random numbers; its rate may have been changed since the first pass."""
-    return any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
 
 
 def _same_state(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:

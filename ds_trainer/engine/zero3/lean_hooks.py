@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ds_trainer.engine.zero3.coalesced_collectives import is_left_to_deepspeed
-from ds_trainer.engine.zero3.parts import zero3_hooks
+from ds_trainer.engine.zero3.registered_hooks import zero3_hooks
 
 _OF_BACKWARD = ("pre_bwd_fn", "post_bwd_fn")
 

@@ -51,7 +51,7 @@ def versions() -> Facts:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
-        "NCCL": _nccl(),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         "ds_trainer": _installed("ds-trainer"),
         **{name: _installed(name) for name in _PACKAGES},
         "code of ds_trainer": code_digest(_PACKAGE),
@@ -187,10 +187,6 @@ def _installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _nccl() -> str | None:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
 
 
 def _driver() -> str | None:

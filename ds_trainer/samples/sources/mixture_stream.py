@@ -106,7 +106,10 @@ class SourceStream:
             record, self._next = next(self._reader)
             if record is None:
                 break
-            samples += [_as_tensors(sample) for sample in self._encode(record).samples]
+            samples += [
+                {key: torch.from_numpy(np.asarray(value, dtype=np.int64)) for key, value in sample.items()}
+                for sample in self._encode(record).samples
+            ]
         order = np.random.default_rng([self._seed, *self._position.values()]).permutation(len(samples))
         return [samples[index] for index in order]
 
@@ -241,7 +244,3 @@ class MixtureStream(IterableDataset[dict[str, torch.Tensor]]):
         """One line for each source: the share of the samples that come from it."""
         pairs = zip(self.names, self.shares, strict=True)
         return [f"{name}: {share:.1%} of the samples" for name, share in pairs]
-
-
-def _as_tensors(sample: Any) -> dict[str, torch.Tensor]:
-    return {key: torch.from_numpy(np.asarray(value, dtype=np.int64)) for key, value in sample.items()}

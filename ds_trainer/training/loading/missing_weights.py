@@ -96,10 +96,6 @@ def _with_nearest(names: Sequence[str], candidates: Collection[str]) -> list[str
 
 
 def _suggested_argument(names: Iterable[str]) -> str:
-    patterns = dict.fromkeys(f"{parent}.*" if parent else name for name, parent in _parents(names))
+    patterns = dict.fromkeys(f"{parent}.*" if (parent := name.rpartition(".")[0]) else name for name in names)
     quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
     return f"allow_new_weights=[{quoted}]" if len(patterns) <= _MAX_NAMES else "allow_new_weights=True"
-
-
-def _parents(names: Iterable[str]) -> list[tuple[str, str]]:
-    return [(name, name.rpartition(".")[0]) for name in names]

@@ -126,7 +126,9 @@ class LossPasses:
         noticed = NoticedCollectives() if distributed.world_size() > 1 else None
         self._add(everything, self.whole, None, noticed)
         start, end = self._start, random_state()
-        drew = not torch.equal(start["torch"], end["torch"]) or not _same_cuda(start, end)
+        drew = not torch.equal(start["torch"], end["torch"]) or not (
+            start["cuda"] is None or torch.equal(start["cuda"], end["cuda"])
+        )
         foreign = start["python"] != end["python"] or not np.array_equal(start["numpy"][1], end["numpy"][1])
         foreign = foreign or start["numpy"][2] != end["numpy"][2]
         found = noticed is not None and noticed.found
@@ -285,10 +287,6 @@ class LossPasses:
             if abs(first - second) > _SMALLEST:
                 return True
         return False
-
-
-def _same_cuda(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    return one["cuda"] is None or torch.equal(one["cuda"], two["cuda"])
 
 
 def _tolerance(model: nn.Module) -> float:

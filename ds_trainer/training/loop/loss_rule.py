@@ -52,10 +52,6 @@ def accepts_item_count(function: Callable[..., Any]) -> bool:
     return takes_any or "num_items_in_batch" in parameters
 
 
-def _names_item_count(function: Callable[..., Any]) -> bool:
-    return "num_items_in_batch" in inspect.signature(function).parameters
-
-
 class ItemCounter:
     """Counts the items of a micro-batch.
 
@@ -297,7 +293,7 @@ def loss_rule_of(
     else:
         declared = getattr(model, "accepts_loss_kwargs", None)
         normalized = accepts_item_count(model.forward) if declared is None else bool(declared)
-        claimed = bool(declared) or _names_item_count(compute_loss or model.forward)
+        claimed = bool(declared) or "num_items_in_batch" in inspect.signature(compute_loss or model.forward).parameters
     rule = LossRule(ItemCounter(label_names, shifts_labels(model)), normalized, adds_auxiliary_loss(model), claimed)
     rule.verified = smoothed and compute_loss is None
     return rule

@@ -36,11 +36,6 @@ logger = get_logger(__name__)
 CARD = "README.md"
 
 
-def _is_shard(parameter: torch.Tensor) -> bool:
-    """Whether this rank has only a part of the parameter at this moment."""
-    return tuple(parameter.shape) != full_shape(parameter)
-
-
 def _save_gathered(trainer: Saving, directory: Path) -> None:
     """Call an override of ``_save`` on the main process while the weights are complete on each rank."""
     with gathered(list(trainer.model.parameters())):
@@ -93,7 +88,9 @@ class Saving(TrainerBase):
             ConfigError: there is no ``state_dict``, and the model is sharded.
         """
         directory = Path(output_dir) if output_dir is not None else self._ds_trainer.output_dir
-        if state_dict is None and any(_is_shard(parameter) for parameter in self.model.parameters()):
+        if state_dict is None and any(
+            tuple(parameter.shape) != full_shape(parameter) for parameter in self.model.parameters()
+        ):
             raise ConfigError(
                 "_save() without a state_dict cannot write a sharded model in one process. Call save_model() on all "
                 "ranks, or pass state_dict=trainer.accelerator.get_state_dict(trainer.model)."

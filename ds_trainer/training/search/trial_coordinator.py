@@ -119,7 +119,7 @@ class TrialCoordinator:
         self.trainer._ds_trainer.trials.end_trial(failed=error is not None)
         if isinstance(error, SearchError):
             self.fatal_error = error
-        if error is not None and distributed_job(self.trainer):
+        if error is not None and self.trainer.args.world_size > 1:
             self._renew()
         return outcome
 
@@ -129,11 +129,6 @@ class TrialCoordinator:
             renew_process_group(args.device_type, args.ddp_timeout_delta)
         except Exception as error:
             self._group_lost, self.fatal_error = True, error
-
-
-def distributed_job(trainer: Trainer) -> bool:
-    """Whether there are several ranks, even if the process group has just been lost."""
-    return trainer.args.world_size > 1
 
 
 @fails_together
