@@ -20,7 +20,6 @@ import torch
 
 from ds_trainer.accelerator.process_control import ProcessControl
 from ds_trainer.data.batch_structure import Dummy
-from ds_trainer.parallel.attention import active_sharding
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
 
@@ -34,6 +33,8 @@ class Collectives(ProcessControl):
     @property
     def _replica_leaders(self) -> list[int]:
         """The ranks that contribute now: those with different data."""
+        from ds_trainer.parallel.attention import active_sharding
+
         if active_sharding() is not None:
             return self._layout.groups(("dp", "cp", "sp"))[0]
         return self._layout.replica_leaders

@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, InMemoryFile, load_pickle
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave
@@ -20,7 +19,6 @@ from ds_trainer.checkpoint.protocol.manifest import DEEPSPEED, SHARDS, Manifest
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.checkpoint.protocol.shared_files import SharedFile
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
-from ds_trainer.checkpoint.selection import verify_checkpoint
 from ds_trainer.checkpoint.shards.engine_files import engine_state_files, restore_engine_state
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan
@@ -283,6 +281,9 @@ class CheckpointManager:
             BrokenCheckpoint: it is damaged.
             ConfigError: as :meth:`load`.
         """
+        from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
+        from ds_trainer.checkpoint.selection import verify_checkpoint
+
         _, manifest = verify_checkpoint(path, self.writer_group, distributed)
         logger.info("Loading the best model from %s.", path)
         if manifest.only_model:

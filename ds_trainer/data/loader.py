@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ds_trainer.data.batch_structure import as_dummy, counted
-from ds_trainer.data.lengths import SortedBatchSampler
 from ds_trainer.data.replica import replica_batches, replica_groups
 from ds_trainer.data.sampler import DistributedBatchSampler, RankBatch
 from ds_trainer.parallel.batch_plan import BatchPlan
@@ -106,6 +105,8 @@ class PlannedLoader(DataLoader[Any]):
 
     def result_positions(self, micro_step: int) -> np.ndarray | None:
         """Dataset positions of the samples of a micro-step, over all replicas; None if they are in order."""
+        from ds_trainer.data.lengths import SortedBatchSampler
+
         if not isinstance(self._batches, SortedBatchSampler):
             return None
         size = self._batches.plan.samples_per_micro_step

@@ -16,11 +16,9 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.host_time import spare_host_time
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import end_registrations
-from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
 from ds_trainer.engine.tensor_parallel.repairs import skip_input_check
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups
 from ds_trainer.engine.weights import HALF_TYPES
-from ds_trainer.engine.zero3.parts import Zero3Parts
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils.secrets import without_secrets
@@ -58,6 +56,8 @@ class EvaluationEngine:
     ) -> None:
         import deepspeed
 
+        from ds_trainer.engine.tensor_parallel.partitioning import complete_partitioning
+
         self.groups = parallel_groups(layout)
         mpu = set_deepspeed_groups(self.groups, config)
         settings = config.to_dict()
@@ -76,8 +76,12 @@ class EvaluationEngine:
             settings[half] = {"enabled": True}
         self.deepspeed: DeepSpeedEngine
         spare_host_time()
-        self._zero3 = Zero3Parts(model) if config.zero_stage == 3 else None
-        if self._zero3 is None:
+        self._zero3: Zero3Parts | None = None
+        if config.zero_stage == 3:
+            from ds_trainer.engine.zero3.parts import Zero3Parts
+
+            self._zero3 = Zero3Parts(model)
+        else:
             end_registrations()
         with complete_partitioning(self.groups, gather_logits), loading_weights(model, self.groups, mpu):
             self.deepspeed, *_ = deepspeed.initialize(model=model, config=settings, mpu=mpu)

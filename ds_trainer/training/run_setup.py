@@ -19,14 +19,12 @@ from ds_trainer.engine.written_weights import follow_script
 from ds_trainer.monitor.doctor.gradients import self_test_once
 from ds_trainer.monitor.doctor.startup_checks import check_machine, check_ranks
 from ds_trainer.monitor.memory_tracker import Stage
-from ds_trainer.monitor.step_profiler import StepProfiler
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.training.loading.model_argument import defer_to_checkpoint
 from ds_trainer.training.loop.batches import check_dataset, check_names
 from ds_trainer.training.loop.first_loss_check import check_first_loss
 from ds_trainer.training.loop.first_steps import FirstSteps
 from ds_trainer.training.loop.loss_window import LossWindow
-from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.sharded_loading import cut_for_ranks
@@ -320,6 +318,11 @@ class RunSetup:
         losses.loader = run.loader
         by_source = losses.sources.window = losses.sources.sums(trainer.train_dataset, group)
         window = LossWindow(assembly.device, args.logging_nan_inf_filter, group, by_source)
+        recovery = None
+        if args.auto_find_batch_size:
+            from ds_trainer.training.loop.memory_recovery import MemoryRecovery
+
+            recovery = MemoryRecovery.of(run, assembly.resize_micro_batch)
         step = StepRunner(
             methods=methods,
             micro_batches=assembly.micro_batches,
@@ -335,11 +338,13 @@ class RunSetup:
             lr_scheduler=run.lr_scheduler,
             device=assembly.device,
             check_first=self.check_first_batch,
-            recovery=MemoryRecovery.of(run, assembly.resize_micro_batch) if args.auto_find_batch_size else None,
+            recovery=recovery,
             first_steps=FirstSteps.of(run, losses, methods, assembly.overridden, trainer.train_dataset),
         )
         profiler = None
         if args.profile_steps and trainer.is_world_process_zero():
+            from ds_trainer.monitor.step_profiler import StepProfiler
+
             left = run.plan.max_steps - assembly.events.state.global_step
             profiler = StepProfiler(args.profile_steps, left, assembly.output_dir, assembly.device)
             health.on_phase = profiler.phase
@@ -352,7 +357,7 @@ class RunSetup:
             meter=meter,
             counter=counter,
             window=window,
-            evaluate=partial(assembly.evaluator.evaluate_in_training, ignore_keys=ignore_keys),
+            evaluate=lambda stop: assembly.evaluator.evaluate_in_training(stop, ignore_keys),  # made when it is needed
             save_checkpoint=partial(trainer._save_checkpoint, trainer.model, assembly.trials.trial),
             own_flos=trainer.store_flos if "store_flos" in assembly.overridden else None,
             profiler=profiler,

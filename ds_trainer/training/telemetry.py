@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ds_trainer.arguments.enums import HangPolicy, TokenCount
 from ds_trainer.callbacks.events import TrainingEvents
-from ds_trainer.data.packing.batch import PackedFormat
 from ds_trainer.monitor.health.run_health import HealthSettings, RunHealth
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.flops import FlopRule
 from ds_trainer.training.loop.token_counter import TokenCounter, flop_rule
 from ds_trainer.training.run_recorder import RunRecorder
+
+if TYPE_CHECKING:
+    from ds_trainer.data.packing.batch import PackedFormat
 
 
 class Telemetry:

@@ -15,14 +15,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from ds_trainer.arguments.enums import IntervalStrategy, SaveStrategy, TokenCount
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.memory import memory_in_use_gb
-from ds_trainer.monitor.step_profiler import StepProfiler
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.optim.schedule_stepping import step_on_metric, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
@@ -40,6 +39,9 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.printable import say
 from ds_trainer.utils.seeds import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from ds_trainer.monitor.step_profiler import StepProfiler
 
 _EMPTY_DATA = (
     "The training data is empty: its iterator ended before the first batch (with dataloader_drop_last, before the "

@@ -19,7 +19,6 @@ from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenContent, FrozenFiles
 from ds_trainer.checkpoint.shards.model_plan import ModelPlan, TensorLocation
 from ds_trainer.checkpoint.shards.shard_content import ShardContent
-from ds_trainer.checkpoint.shards.shard_source import ShardSource, WeightsOnlySource, open_shard_source
 from ds_trainer.engine.state.client_state import read_client_state, write_client_state
 from ds_trainer.engine.state.state_shards import (
     StateShard,
@@ -126,6 +125,8 @@ def restore_engine_state(
     Raises:
         ConfigError: the checkpoint lacks something that this layout needs, or can be read in its own layout only.
     """
+    from ds_trainer.checkpoint.shards.shard_source import ShardSource, WeightsOnlySource, open_shard_source
+
     rank = distributed.rank()
     present = sorted(path.name for path in directory.iterdir()) if names is None else sorted(names)
     extras: dict[str, dict[str, Any]] = {}

@@ -23,7 +23,6 @@ from ds_trainer.engine.loading.parameter_data import (
     local_slice,
     set_data,
 )
-from ds_trainer.engine.loading.parameter_sharding import ParameterSharder, unshard
 from ds_trainer.engine.loading.weight_source import attached_weight_source
 from ds_trainer.engine.tensor_parallel.repairs import materialize_if_empty
 from ds_trainer.engine.tensor_parallel.slices import is_sliced
@@ -69,6 +68,8 @@ def _place(engine: DeepSpeedEngine, model: nn.Module, groups: ParallelGroups, mp
     _keep_float32_buffers(engine, model, dtype)
     if engine.zero_optimization_partition_weights():
         load_buffers(model, source, engine.device)
+        from ds_trainer.engine.loading.parameter_sharding import ParameterSharder
+
         ParameterSharder(engine, groups, mpu, dtype).shard(model, source)
         return
     materialize(model, engine.device, dtype, groups)
@@ -92,6 +93,8 @@ def materialize(
         ConfigError: a tensor on meta has no weight source.
     """
     import torch.distributed as dist
+
+    from ds_trainer.engine.loading.parameter_sharding import unshard
 
     source = attached_weight_source(model)
     check_source(model, source)

@@ -27,7 +27,6 @@ from ds_trainer.engine.self_test import (
     check_gradient,
 )
 from ds_trainer.engine.weights import HALF_TYPES
-from ds_trainer.engine.zero3.coalesced_collectives import same_as_deepspeed
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.library_changes import warn_of_changes
 from ds_trainer.monitor.doctor.versions import versions
@@ -166,7 +165,11 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     config = config or self_test_config(args, compiled, layout)
     began = time.monotonic()
     dtype = HALF_TYPES.get(config.precision.compute, torch.float32)
-    same = config.zero_stage < 3 or same_as_deepspeed(args.device, dtype)
+    same = config.zero_stage < 3
+    if not same:
+        from ds_trainer.engine.zero3.coalesced_collectives import same_as_deepspeed
+
+        same = same_as_deepspeed(args.device, dtype)
     if not same and args.process_index == 0:
         logger.warning(
             "The gathers and reductions of ZeRO-3 that ds_trainer has in place of DeepSpeed's "

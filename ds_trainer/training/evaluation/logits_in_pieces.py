@@ -8,19 +8,21 @@ results must be equal. Otherwise it gets whole logits, as without this.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ds_trainer.data.sequence_sharding import IGNORED
-from ds_trainer.parallel.attention import ActiveSharding
 from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.evaluation.gathering import gather_micro_steps
 from ds_trainer.training.evaluation.nested import PADDING, detached, leaves_of, map_leaves
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.parallel.attention import ActiveSharding
 
 logger = get_logger(__name__)
 

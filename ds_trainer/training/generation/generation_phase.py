@@ -29,7 +29,6 @@ from ds_trainer.engine.whole_weights import (
     whole_weights,
     whole_weights_fit,
 )
-from ds_trainer.parallel.attention import use_sharding
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.seeds import random_state, restore_random_state
@@ -70,6 +69,8 @@ class GenerationPhase:
 
         Collective, except inside :meth:`weights` if they are gathered and a replica is one rank.
         """
+        from ds_trainer.parallel.attention import use_sharding
+
         with ExitStack() as stack:
             stack.enter_context(self.weights())
             stack.enter_context(use_sharding(None, None))

@@ -17,7 +17,6 @@ from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
 from ds_trainer.training.hub.client import HubError, Repository, repository_name
-from ds_trainer.training.hub.uploads import Commit, Uploads, stage_checkpoint, stage_model
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ds_trainer.callbacks.state import TrainerState
+    from ds_trainer.training.hub.uploads import Commit, Uploads
 
 logger = get_logger(__name__)
 
@@ -79,6 +79,8 @@ class HubPublisher:
     @property
     def uploads(self) -> Uploads:
         """Pushes in progress and waiting."""
+        from ds_trainer.training.hub.uploads import Uploads
+
         if self._uploads is None:
             self._uploads = Uploads(self.output_dir)
         return self._uploads
@@ -248,6 +250,8 @@ class HubPublisher:
         awaited: bool = False,
     ) -> Future[Any]:
         """Stage the output directory with a card, and ``checkpoints`` if ``hub_strategy`` pushes checkpoints."""
+        from ds_trainer.training.hub.uploads import Commit, stage_checkpoint, stage_model
+
         assert self._repository is not None
         args, strategy = self._events.args, self._events.args.hub_strategy
         if strategy not in _WITH_CHECKPOINTS:

@@ -19,7 +19,6 @@ from ds_trainer.engine.loading.load_report import LoadReport, load_meter
 from ds_trainer.engine.loading.placement import materialize
 from ds_trainer.engine.loading.weight_source import ChainedSource, attach_weight_source, attached_weight_source
 from ds_trainer.parallel.shard_slices import ShardSlice
-from ds_trainer.training.loading.peft_adapters import add_adapters
 from ds_trainer.utils.errors import ConfigError
 
 _CONFIGURATION_KEYWORDS = {"auto_class", "dtype"}
@@ -63,6 +62,8 @@ def resolve_model(given: Any, args: TrainingArguments, peft_config: Any = None, 
     given = compiled_in_place(given)
     if peft_config is None:
         return given
+    from ds_trainer.training.loading.peft_adapters import add_adapters
+
     source = attached_weight_source(given)
     wrapped, source = add_adapters(given, source, peft_config, args.seed)
     if source is not None:

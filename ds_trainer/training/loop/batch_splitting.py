@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ds_trainer.data.batch_structure import DummyBatch, number_of_samples
-from ds_trainer.parallel.deferred_mask import DocumentMask
 
 
 class NotSplittable(ValueError):
@@ -66,6 +65,8 @@ def samples_of_batch(batch: Any, samples: list[int]) -> Any:
 
 
 def _rows(value: Any, rows: slice | list[int], samples: int, name: str) -> Any:
+    from ds_trainer.parallel.deferred_mask import DocumentMask
+
     if isinstance(value, Mapping):
         return {key: _rows(part, rows, samples, f"{name}[{key!r}]") for key, part in value.items()}
     if isinstance(value, torch.Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,25 +15,19 @@ from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.batch_structure import kind_of
 from ds_trainer.data.columns import accepts_any_keyword, base_model, forward_names
-from ds_trainer.data.lengths import (
-    BalancedBatchSampler,
-    GroupedByLength,
-    Lengths,
-    RoughlySorted,
-    SortedBatchSampler,
-    sample_lengths,
-)
 from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.order import SamplerOrder
 from ds_trainer.data.sampler import DistributedBatchSampler
 from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.data.stream import StreamLoader, StreamShard, is_stream, length_of
-from ds_trainer.data.stream_shards import stream_order, warn_of_readers
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.data.lengths import Lengths
 
 logger = get_logger(__name__)
 
@@ -115,6 +109,8 @@ class Sampling:
 
     def sampler(self, plan: BatchPlan, samples: int, dp_rank: int) -> DistributedBatchSampler:
         """The sampler of replica ``dp_rank``."""
+        from ds_trainer.data.lengths import BalancedBatchSampler, GroupedByLength, RoughlySorted
+
         if self.order is not None:
             return in_order_of(self.order, plan, dp_rank, self.seed)
         if self._lengths is not None and self.strategy == SamplingStrategy.BATCH_REBALANCE:
@@ -168,6 +164,8 @@ def in_order_of(order: Sampler[int], plan: BatchPlan, dp_rank: int, seed: int) -
 
 
 def _lengths(args: TrainingArguments, dataset: Any, processing_class: Any, asked_by: str) -> Lengths:
+    from ds_trainer.data.lengths import sample_lengths
+
     names = getattr(processing_class, "model_input_names", None)
     return sample_lengths(dataset, args.length_column_name, names[0] if names else "input_ids", asked_by)
 
@@ -209,6 +207,8 @@ def planned_loader(
         }
     workers = args.dataloader_num_workers
     if is_stream(dataset):
+        from ds_trainer.data.stream_shards import stream_order, warn_of_readers
+
         setting = None if sampling is None else args.stream_shards  # results of an evaluation are in its order
         stream = stream_order(dataset, plan, dp_rank, setting, workers)
         if sampling is not None:
@@ -220,6 +220,8 @@ def planned_loader(
     if sampling is None and order is not None:
         sampler = in_order_of(order, plan, dp_rank, args.seed)
     elif sampling is None and lengths is not None:
+        from ds_trainer.data.lengths import SortedBatchSampler
+
         sampler = SortedBatchSampler(plan, lengths, dp_rank)
     elif sampling is None:
         sampler = DistributedBatchSampler(plan, len(dataset), dp_rank, shuffle=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.loader import PlannedLoader
@@ -12,13 +12,15 @@ from ds_trainer.data.lockstep import Aligned, Lockstep
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.replica import batches_of
 from ds_trainer.data.stream import StreamLoader, StreamResume, has_state
-from ds_trainer.data.stream_shards import StreamOrder
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.training.loop.batches import set_epoch
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.seeds import random_state
+
+if TYPE_CHECKING:
+    from ds_trainer.data.stream_shards import StreamOrder
 
 
 class DataCursor:
@@ -83,6 +85,8 @@ class DataCursor:
         self._ended = False
 
     def _enter_at(self, at: DataPosition) -> None:
+        from ds_trainer.data.stream_shards import StreamOrder
+
         self.steps, self._ended = at.steps, at.ended
         self._ordered_for = at.ordered_for or self._batch.global_batch_size
         if self.is_ours and self.is_inside and not self._args.ignore_data_skip:

@@ -23,7 +23,6 @@ from ds_trainer.arguments.enums import DivergencePolicy
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.sharded_batch import plain_batches
 from ds_trainer.monitor.health.divergence import SkippedSteps, SpikeDetector, TrainingDiverged
-from ds_trainer.monitor.health.replay import save_batches
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import listed
@@ -228,6 +227,8 @@ class DivergenceGuard:
         Returns:
             Their folder; None if there are enough, or if some rank could not write its own.
         """
+        from ds_trainer.monitor.health.replay import save_batches
+
         if self._saved >= _SAVED_STEPS:
             return None
         self._saved += 1

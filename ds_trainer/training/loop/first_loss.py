@@ -12,7 +12,6 @@ from torch import nn
 from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import warn_of_undivided_part
-from ds_trainer.training.loop.batch_splitting import joined
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
@@ -87,6 +86,8 @@ class FirstLoss:
             self.items = losses.recount()
 
     def _measured(self, model: nn.Module, inputs: Any) -> Weighting:
+        from ds_trainer.training.loop.batch_splitting import joined
+
         losses, rule = self._losses, self._losses.rule
 
         def loss_of(part: Any) -> torch.Tensor:

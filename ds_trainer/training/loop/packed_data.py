@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ds_trainer.arguments.enums import PackingStrategy
 from ds_trainer.data.order import DatasetOrder, epoch_order
-from ds_trainer.data.packing.datasets import PackedDataset, PackedStream, packed_stream
-from ds_trainer.data.packing.rows import PackedRows, packed_rows
 from ds_trainer.data.packing.token_counts import token_counts
 from ds_trainer.data.stream import is_stream
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.data.packing.datasets import PackedDataset, PackedStream
+    from ds_trainer.data.packing.rows import PackedRows
 
 logger = get_logger(__name__)
 
@@ -51,6 +53,9 @@ class PackedData:
         Raises:
             ConfigError: samples have no tokens.
         """
+        from ds_trainer.data.packing.datasets import PackedDataset, packed_stream
+        from ds_trainer.data.packing.rows import packed_rows
+
         if is_stream(dataset):
             return packed_stream(dataset, settings.max_length, settings.strategy, settings.seed or 0)
         cached = self._rows.get(name)
@@ -84,12 +89,16 @@ class PackedData:
 
 def summary_of(loader: Any) -> Any:
     """The :class:`PackingSummary` of a loader of packed rows; None for any other loader."""
+    from ds_trainer.data.packing.datasets import PackedDataset, PackedStream
+
     dataset = getattr(loader, "dataset", None)
     return dataset.summary if isinstance(dataset, (PackedDataset, PackedStream)) else None
 
 
 def running_log(loader: Any) -> dict[str, float]:
     """What a log says about the rows of a stream read so far; rows of datasets are in the header."""
+    from ds_trainer.data.packing.datasets import PackedStream
+
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, PackedStream):
         return {}

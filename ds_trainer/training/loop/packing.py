@@ -13,13 +13,11 @@ from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.redefined import is_redefined, packs
 from ds_trainer.data.collators import default_data_collator
 from ds_trainer.data.columns import base_model, has_columns
-from ds_trainer.data.packing.batch import PackedFormat, PackingCollator
 from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss
 from ds_trainer.training.loop.loss_rule import loss_in
 from ds_trainer.training.loop.packed_data import PackedData, RowSettings
 from ds_trainer.training.loop.token_counter import number_format
 from ds_trainer.training.model.label_shift import shifts_labels
-from ds_trainer.training.model.packing.equality import PackedPass, check_packed_model
 from ds_trainer.training.model.packing.support import has_experts, packed_format, row_length, strategy_of
 from ds_trainer.training.model.preparation import compiles
 from ds_trainer.training.signatures import accepted_arguments
@@ -27,6 +25,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import CHECK, get_logger
 
 if TYPE_CHECKING:
+    from ds_trainer.data.packing.batch import PackedFormat
     from ds_trainer.training.assembly import Assembly
     from ds_trainer.training.protocol import TrainerProtocol
 
@@ -72,6 +71,8 @@ class Packing:
         return packs(args) and wanted and self._trainer.compute_metrics is None and not generates
 
     def _packed(self, source: Any, name: str, seed: int | None) -> tuple[Any, Callable[[list[Any]], Any]]:
+        from ds_trainer.data.packing.batch import PackingCollator
+
         trainer, args = self._trainer, self._assembly.args
         length = row_length(args, trainer.model)
         assert length is not None  # packing_problems refuses it before
@@ -100,6 +101,8 @@ class Packing:
         Raises:
             ConfigError: they are not equal.
         """
+        from ds_trainer.training.model.packing.equality import PackedPass, check_packed_model
+
         if self.proven and not again:
             return
         evaluates_in_bf16 = self._assembly.args.bf16_full_eval and not self._trainer.is_in_train

@@ -9,7 +9,6 @@ from typing import Any
 
 from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.data.loader import PlannedLoader
-from ds_trainer.data.packing.batch import PackingCollator
 from ds_trainer.data.sequence_sharding import SequenceSharder
 from ds_trainer.data.sharded_batch import BatchFacts, BatchSharder
 from ds_trainer.data.stream import StreamLoader
@@ -69,6 +68,8 @@ def cut_while_evaluating(
 
 def beginning_of(loader: Any, sharder: SequenceSharder) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Makes a short batch of one of ``loader``, for the checks that compare results for a few tokens."""
+    from ds_trainer.data.packing.batch import PackingCollator
+
     tokens = max(_BEGINNING, 4 * sharder.layout.cp * sharder.layout.sp)
     collate = loader.collate_fn
     if isinstance(collate, PackingCollator):  # several samples of a row, and not only the first

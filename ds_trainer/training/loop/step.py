@@ -31,7 +31,6 @@ from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import USE_THE_COUNT, LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
-from ds_trainer.training.loop.memory_recovery import MemoryRecovery
 from ds_trainer.training.loop.own_step import OwnStep
 from ds_trainer.training.loop.token_counter import TokenCounter
 from ds_trainer.training.model.micro_batch_rng import micro_batch_rng, seed_of_micro_batches
@@ -42,6 +41,7 @@ from ds_trainer.utils.errors import ConfigError
 if TYPE_CHECKING:
     from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
     from ds_trainer.engine.training_engine import TrainingEngine
+    from ds_trainer.training.loop.memory_recovery import MemoryRecovery
     from ds_trainer.training.protocol import TrainerProtocol
 
 

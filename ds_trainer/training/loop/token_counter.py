@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from ds_trainer.arguments.enums import TokenCount
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.batch_structure import Dummy, number_of_samples
-from ds_trainer.data.packing.batch import PackedFormat
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.quantized_weights import represented_numel
 from ds_trainer.monitor.throughput import ThroughputMeter
@@ -24,6 +23,9 @@ from ds_trainer.planner.hardware import peak_flops
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.data.packing.batch import PackedFormat
 
 logger = get_logger(__name__)
 

@@ -20,7 +20,6 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.columns import base_model
 from ds_trainer.engine.quantized_weights import quantized_parameters
-from ds_trainer.engine.tiling.per_token import looks_like_mlp, remove_tiling, tile_modules
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.cache import without_cache
 from ds_trainer.training.model.gradient_checkpointing import input_embeddings
@@ -311,6 +310,8 @@ logger = get_logger(__name__)
 
 def tiling_problems(model: nn.Module, args: TrainingArguments) -> list[str]:
     """Reasons why ``tiled_mlp`` cannot be applied to ``model``, one sentence each."""
+    from ds_trainer.engine.tiling.per_token import looks_like_mlp
+
     if not args.tiled_mlp:
         return []
     source = "tiled_mlp=True" if args.given("tiled_mlp") else "long_context=True, which turns on tiled_mlp,"
@@ -334,6 +335,8 @@ def apply_tiling(model: nn.Module, args: TrainingArguments) -> None:
     Raises:
         ConfigError: ``tiled_mlp=True`` was given, and no MLP of the model acts on each token alone.
     """
+    from ds_trainer.engine.tiling.per_token import remove_tiling, tile_modules
+
     remove_tiling(model)
     if not args.tiled_mlp:
         return

@@ -17,8 +17,6 @@ from ds_trainer.checkpoint.weights.model_saving import (
 from ds_trainer.engine.weights import full_shape, gathered, saved_tensors
 from ds_trainer.engine.whole_weights import unhooked
 from ds_trainer.optim.weight_swapping import use_evaluation_weights
-from ds_trainer.training.hub.card import card_text, is_generated
-from ds_trainer.training.hub.card_facts import CardSource, facts_of
 from ds_trainer.training.loading.model_argument import is_on_meta
 from ds_trainer.training.model.cache import original_cache_settings
 from ds_trainer.training.overrides.base import TrainerBase
@@ -186,6 +184,9 @@ class Saving(TrainerBase):
         Raises:
             ConfigError: huggingface_hub is not installed.
         """
+        from ds_trainer.training.hub.card import card_text, is_generated
+        from ds_trainer.training.hub.card_facts import CardSource, facts_of
+
         if not self.is_world_process_zero():
             return
         given: dict[str, Any] = dict(

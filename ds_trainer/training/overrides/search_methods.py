@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ds_trainer.training.loading.model_argument import is_model_reference
 from ds_trainer.training.overrides.base import TrainerBase
-from ds_trainer.training.search.best_run import BestRun
 from ds_trainer.training.search.objective import default_compute_objective
 from ds_trainer.training.startup.constructor_checks import keras_problems
 from ds_trainer.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_trainer.training.search.best_run import BestRun
 
 
 class SearchMethods(TrainerBase):

@@ -6,11 +6,10 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_trainer.arguments.enums import SaveFailurePolicy, SaveStrategy
 from ds_trainer.callbacks.state import STATE_FILE, TrainerState, export_states, restore_states
-from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
 from ds_trainer.checkpoint.manager import SCHEDULE_FILE, CheckpointManager
 from ds_trainer.checkpoint.protocol.checkpoint_directory import checkpoint_name
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, FallbackFile, GeneratedFile, InMemoryFile
@@ -36,7 +35,6 @@ from ds_trainer.training.resume.background_saves import (
     AFTER_SIGTERM_SECONDS,
     BackgroundSaves,
 )
-from ds_trainer.training.resume.changed_arguments import MovedSchedule, move_schedule
 from ds_trainer.training.resume.checkpoint_model import ModelFiles, announce
 from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.output_directory import OutputDirectory
@@ -52,6 +50,9 @@ from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.printable import say, shown
 from ds_trainer.utils.units import parse_size
+
+if TYPE_CHECKING:
+    from ds_trainer.training.resume.changed_arguments import MovedSchedule
 
 logger = get_logger(__name__)
 
@@ -116,6 +117,8 @@ class Checkpointer:
             if args.start_from_weights is None:
                 weight_check.loaded(run.model, args, run.engine)
             else:
+                from ds_trainer.checkpoint.loading.engine_weights import load_engine_weights
+
                 directory = weights_directory(args.start_from_weights)
                 load_engine_weights(run.engine, directory)
                 weight_check.restarted(run.model, directory, args, run.engine)
@@ -131,6 +134,8 @@ class Checkpointer:
         schedule = schedule_state(schedule, run.optimizer.param_groups, of_divided_groups)
         run.events.state = self._merged_state(resumption.state, at)
         if changes.schedule:
+            from ds_trainer.training.resume.changed_arguments import MovedSchedule, move_schedule
+
             move_schedule(run.lr_scheduler, schedule, run.events.state.global_step)
             self._moved_schedule = MovedSchedule(run.lr_scheduler, run.optimizer)
         else:

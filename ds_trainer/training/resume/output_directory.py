@@ -19,7 +19,6 @@ from torch import nn
 
 from ds_trainer.arguments.enums import SchedulerType
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
 from ds_trainer.checkpoint.protocol import disk
 from ds_trainer.checkpoint.protocol.checkpoint_directory import (
     HOW_TO_RESUME,
@@ -28,7 +27,6 @@ from ds_trainer.checkpoint.protocol.checkpoint_directory import (
     list_checkpoints,
 )
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
-from ds_trainer.checkpoint.selection import resolve
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
 from ds_trainer.optim.optimizer_builder import parameters_of_groups
@@ -145,6 +143,8 @@ class OutputDirectory:
             if not is_trial:
                 self._check_new_run()
             return None
+        from ds_trainer.checkpoint.selection import resolve
+
         trusted = self._args.trust_checkpoint
         path = resolve(self._requested, self.path, self.writer_group, trusted, running_model).path
         if self._requested not in (None, path) and self.writer_group.is_leader:
@@ -216,6 +216,8 @@ def running_model(
         given: optimizer and schedule of the user; either may be None.
         optimizer_class: the class in ``optimizer_cls_and_kwargs``.
     """
+    from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
+
     optimizer, schedule = given
     members = parameters_of_groups(groups if optimizer is None else optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -18,10 +18,8 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.state import STATE_FILE, TrainerState
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile, load_pickle
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint, Manifest
-from ds_trainer.checkpoint.selection import resolve, verify_checkpoint
 from ds_trainer.data.position import DataPosition
 from ds_trainer.data.stream import StreamLoader
-from ds_trainer.data.stream_shards import StreamOrder
 from ds_trainer.monitor.health.divergence import TrainingDiverged
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
@@ -29,7 +27,6 @@ from ds_trainer.training.loop.data_cursor import DataCursor
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard
 from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.training.loop.training_run import TrainingRun
-from ds_trainer.training.resume.changed_arguments import Consequences, finished, table
 from ds_trainer.training.resume.compatibility import Changes, compare
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.utils import distributed
@@ -179,6 +176,8 @@ class Resumption:
             manifest: the manifest of the checkpoint.
             same_layout: whether the layout is that of the checkpoint.
         """
+        from ds_trainer.data.stream_shards import StreamOrder
+
         order = StreamOrder(*(at.stream or ()))
         if not isinstance(loader, StreamLoader):
             return self._state_on(distributed.rank()) if same_layout else {}
@@ -212,6 +211,8 @@ def report(run: TrainingRun, resumption: Resumption, changes: Changes, manifest:
         manifest: the manifest of the checkpoint.
         cursor: the data cursor.
     """
+    from ds_trainer.training.resume.changed_arguments import Consequences, finished, table
+
     state, engine, args = run.events.state, run.engine, run.events.args
     now = _describe(engine.layout.describe(), engine.stage, engine.precision)
     written = _layout_of(manifest)
@@ -295,6 +296,8 @@ def rollback_checkpoint(
     Raises:
         TrainingDiverged: there is no such checkpoint.
     """
+    from ds_trainer.checkpoint.selection import resolve, verify_checkpoint
+
     nothing = f"{reason} There is no checkpoint of this training for a rollback"
     try:
         path, manifest = resolve(None, directory.path, directory.writer_group)

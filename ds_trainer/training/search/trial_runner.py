@@ -8,18 +8,19 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
-from ds_trainer.callbacks.integrations.tracker import Tracker
 from ds_trainer.callbacks.state import TrainerControl, export_states, restore_states
 from ds_trainer.training.search.objective import checked_objective
-from ds_trainer.training.search.trial import SearchError, SearchTrial, TrialPruned, as_trial
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from ds_trainer.training.search.trial import SearchTrial
 
 Report = Callable[[Any, int, dict[str, Any]], bool]
 """``report(objective, step, metrics)`` after each evaluation, on rank 0: whether to prune the trial."""
@@ -103,6 +104,8 @@ class TrialRunner:
         if model_init is None:
             raise ConfigError("train(trial=...) needs a model_init: each trial trains a new model.")
         takes_trial = bool(inspect.signature(model_init).parameters)
+        from ds_trainer.training.search.trial import as_trial
+
         selected = as_trial(trial, argument_names(user_args), takes_trial)
         args = arguments_of(selected, user_args)
         self.trial, self._user_args = selected, user_args
@@ -137,10 +140,14 @@ class TrialRunner:
             pruned = self._report(self.objective, self._events.state.global_step, dict(metrics))
         if distributed.agree(torch.tensor([int(pruned)]))[0]:
             self._events.notify("on_train_end")
+            from ds_trainer.training.search.trial import TrialPruned
+
             raise TrialPruned(f"{self.trial.where} was pruned after step {self._events.state.global_step}")
 
     def end_trial(self, failed: bool) -> None:
         """Release the memory of a trial. If it failed, also end the runs of the trackers."""
+        from ds_trainer.callbacks.integrations.tracker import Tracker
+
         events = self._events
         if failed:
             for callback in events.handler.callbacks:
@@ -186,6 +193,8 @@ def check_names(names: Mapping[str, Any], args: TrainingArguments) -> None:
     Raises:
         SearchError: lists all of them.
     """
+    from ds_trainer.training.search.trial import SearchError
+
     known = argument_names(args)
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -17,7 +17,6 @@ from torch import nn
 
 from ds_trainer.data.columns import base_model
 from ds_trainer.parallel.deferred_logits import DeferredLogits
-from ds_trainer.training.model.chunked_loss.head_check import check_tiles
 from ds_trainer.training.model.chunked_loss.linear_head import LinearHead, head_problem, output_embedding
 
 PAYS_FROM = 2**26
@@ -155,6 +154,8 @@ class ChunkedLoss:
         return self._head
 
     def _check(self, *computed: Any) -> None:
+        from ds_trainer.training.model.chunked_loss.head_check import check_tiles
+
         self._checked = True
         check_tiles(*computed)
 
