@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_trainer.arguments.enums import SaveFailurePolicy, SaveStrategy
 from ds_trainer.callbacks.state import STATE_FILE, TrainerState, export_states, restore_states
@@ -30,11 +30,8 @@ from ds_trainer.training.loop.data_cursor import DataCursor
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, RolledBack
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.model.cache import original_cache_settings
-from ds_trainer.training.resume.background_saves import (
-    AFTER_FAILURE_SECONDS,
-    AFTER_SIGTERM_SECONDS,
-    BackgroundSaves,
-)
+from ds_trainer.training.resume.background_saves import AFTER_FAILURE_SECONDS, AFTER_SIGTERM_SECONDS, BackgroundSaves
+from ds_trainer.training.resume.changed_arguments import MovedSchedule, move_schedule
 from ds_trainer.training.resume.checkpoint_model import ModelFiles, announce
 from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.output_directory import OutputDirectory
@@ -50,9 +47,6 @@ from ds_trainer.training.stopping.stop_controller import StopController
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.printable import say, shown
 from ds_trainer.utils.units import parse_size
-
-if TYPE_CHECKING:
-    from ds_trainer.training.resume.changed_arguments import MovedSchedule
 
 logger = get_logger(__name__)
 
@@ -134,8 +128,6 @@ class Checkpointer:
         schedule = schedule_state(schedule, run.optimizer.param_groups, of_divided_groups)
         run.events.state = self._merged_state(resumption.state, at)
         if changes.schedule:
-            from ds_trainer.training.resume.changed_arguments import MovedSchedule, move_schedule
-
             move_schedule(run.lr_scheduler, schedule, run.events.state.global_step)
             self._moved_schedule = MovedSchedule(run.lr_scheduler, run.optimizer)
         else:
