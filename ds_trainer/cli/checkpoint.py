@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.cli.argv import Action, add_actions, add_dtype
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.units import human_bytes, parse_size
+from ds_trainer.utils.units import counted, human_bytes, parse_size
 
 if TYPE_CHECKING:
     from ds_trainer.checkpoint.export.checkpoint_export import ExportResult
@@ -165,7 +165,7 @@ def _merge(options: argparse.Namespace) -> None:
 
 def _print_files(source: str, written: ExportResult) -> None:
     total = human_bytes(sum(written.files.values()))
-    print(f"{source} -> {written.directory}: {len(written.files)} files, {total}")
+    print(f"{source} -> {written.directory}: {counted(len(written.files), 'file')}, {total}")
 
 
 ACTIONS = {

@@ -22,6 +22,7 @@ from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.task import TRL_TASKS
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE, NOTHING_FITS
+from ds_trainer.utils.units import counted
 
 HELP = "show which layouts of a model fit on a cluster, and how fast they are"
 DESCRIPTION = """Estimate memory and time of every layout of a model on a cluster, and print the fastest that fit.
@@ -114,8 +115,8 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     batch = "" if goal.global_batch is None else f", global batch {goal.global_batch}"
     found = f"{result.tried:,} ways to run, {len(result.fitting):,} fit"
     yield (
-        f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}, {goal.length:,} tokens a sequence{batch}: "
-        f"{'the recipe as it is' if request.as_written else found}"
+        f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}, {counted(goal.length, 'token')} a "
+        f"sequence{batch}: {'the recipe as it is' if request.as_written else found}"
     )
     yield from request.notes
     yield ""
@@ -139,7 +140,7 @@ def _heading(request: PlanRequest) -> Iterator[str]:
     model = request.model
     trained = "all trained" if not model.lora_rank else f"{model.trainable / 1e6:,.0f} M trained"
     number = f"{model.total / 1e9:.2f} B" if model.total >= 1e8 else f"{model.total / 1e6:.2f} M"
-    yield f"{model.name}: {number} parameters, {trained}; {model.stack.layers} layers"
+    yield f"{model.name}: {number} parameters, {trained}; {counted(model.stack.layers, 'layer')}"
     _, family = model.activations("sdpa", "bf16")
     if family != model.family:
         yield f"Activations of {model.family} are estimated with those of {family}."
@@ -154,11 +155,11 @@ def _refuse_impossible(request: PlanRequest, result: SearchResult) -> None:
         near = nearest_batches(request.model, request.cluster, goal)
         if near:
             raise ConfigError(
-                f"--global-batch {goal.global_batch} cannot be divided among {ranks} devices in any layout that the "
-                f"other values allow. Use {' or '.join(map(str, near))}."
+                f"--global-batch {goal.global_batch} cannot be divided among {counted(ranks, 'device')} in any layout "
+                f"that the other values allow. Use {' or '.join(map(str, near))}."
             )
     reasons = "; ".join(result.conflicts[:3]) or "the values exclude each other"
-    raise ConfigError(f"No layout of {request.model.name} on {ranks} devices is possible: {reasons}.")
+    raise ConfigError(f"No layout of {request.model.name} on {counted(ranks, 'device')} is possible: {reasons}.")
 
 
 def _solve(options: argparse.Namespace, request: PlanRequest) -> int:

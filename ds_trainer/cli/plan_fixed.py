@@ -13,6 +13,7 @@ from ds_trainer.planner.candidate import FEATURES, state_bytes
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.units import counted
 
 SIZES = {
     "zero-stage": ("stage", "ZeRO stage"),
@@ -65,8 +66,8 @@ def refuse_contradictions(options: argparse.Namespace, cluster: Cluster, fixed: 
         ParallelLayout(cluster.world_size, fixed.get("tp", 1), fixed.get("cp", 1), fixed.get("sp", 1))
         if fixed.get("tp", 1) > cluster.devices_per_node:
             raise ConfigError(
-                f"--tensor-parallel-size {fixed['tp']} is more than the {cluster.devices_per_node} devices of a "
-                "machine. Tensor parallelism over the network is too slow: use --context-parallel-size or "
+                f"--tensor-parallel-size {fixed['tp']} is more than the {counted(cluster.devices_per_node, 'device')} "
+                "of a machine. Tensor parallelism over the network is too slow: use --context-parallel-size or "
                 "--sequence-parallel-size for the rest."
             )
     zero = fixed.get("stage")
@@ -78,7 +79,7 @@ def refuse_contradictions(options: argparse.Namespace, cluster: Cluster, fixed: 
     if hpz > 1 and (zero not in (None, 3) or (options.solve != "devices" and shards % hpz)):
         raise ConfigError(
             f"zero_hpz_partition_size={hpz} in the recipe's DeepSpeed configuration needs --zero-stage 3 and must "
-            f"divide the {shards} devices that share the weights. Set it to the devices of a machine, or remove it."
+            f"divide the {counted(shards, 'device')} that share the weights. Use those of a machine, or remove it."
         )
     if options.offload_to == "nvme" and (options.offload == "none" or zero not in (None, 3)):
         given = "--offload none" if options.offload == "none" else f"--zero-stage {zero}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.search import Goal, SearchResult, fits, search
+from ds_trainer.utils.units import counted
 
 QUANTITIES = ("seq-len", "params", "devices", "micro-batch")
 
@@ -72,7 +73,7 @@ def solve(quantity: str, model: PlannedModel, cluster: Cluster, goal: Goal) -> S
         return Solution(found, "sequences", model, cluster, with_micro_batch(found)) if found else None
     found = _largest(lambda n: fits(model.with_layers(n), cluster, goal), _MOST_LAYERS)
     deepest = model.with_layers(max(1, found))
-    unit = f"parameters ({found} layers of this width)"
+    unit = f"parameters ({counted(found, 'layer')} of this width)"
     return Solution(deepest.total, unit, deepest, cluster, goal) if found else None
 
 

@@ -14,6 +14,7 @@ from ds_trainer.launching.hosts import Host, host_problem, read_hostfile, slurm_
 from ds_trainer.launching.launch_request import LaunchRequest
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.ranks import resolve_ranks
+from ds_trainer.utils.units import counted
 
 DEEPSPEED_HOSTFILE = "/job/hostfile"  # where DeepSpeed looks for one by default
 _SSH = ("pdsh", "openmpi")
@@ -168,7 +169,7 @@ def _problems(plan: LaunchPlan, starts: bool) -> list[str]:
         if launcher not in ("deepspeed", "torchrun"):
             problems.append(f"launch --launcher {launcher} starts the ranks of all machines; remove --node-rank.")
         if not 0 <= request.node_rank < len(plan.hosts):
-            problems.append(f"launch --node-rank {request.node_rank}: there are {len(plan.hosts)} machines.")
+            problems.append(f"launch --node-rank {request.node_rank}: there are {counted(len(plan.hosts), 'machine')}.")
         if request.master_addr is None and request.hostfile is None:
             problems.append("launch --node-rank: set --master-addr to the first machine, on every machine.")
         if request.max_restarts:

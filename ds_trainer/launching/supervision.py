@@ -26,6 +26,7 @@ from ds_trainer.utils.errors import listed
 from ds_trainer.utils.exit_codes import DONE
 from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes, recording
 from ds_trainer.utils.printable import shown
+from ds_trainer.utils.units import counted
 
 POLL_SECONDS = 0.2
 # How long the launcher may continue after a rank has failed.
@@ -209,8 +210,8 @@ class Supervisor:
         missing = sorted(set(self.expected) - set(outcomes))
         if missing:
             print_message(
-                f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of {len(self.expected)} ranks "
-                f"recorded no outcome ({listed(missing, 8)})."
+                f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of "
+                f"{counted(len(self.expected), 'rank')} recorded no outcome ({listed(missing, 8)})."
             )
         errors = ((outcome.rank, read_error(self.attempt.outcome_dir, outcome.rank)) for outcome in ended)
         rank, error = (end.rank, end.error) if end.error else next((entry for entry in errors if entry[1]), (None, ""))

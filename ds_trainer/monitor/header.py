@@ -123,7 +123,7 @@ def header_text(summary: RunSummary) -> str:
 
 def load_text(load: LoadReport) -> str:
     """One line about a load of weights."""
-    tensors = f"{load.tensors:,} tensors"
+    tensors = counted(load.tensors, "tensor")
     if load.bytes_read:
         text = f"loaded from {load.source}: {tensors}, {human_bytes(load.bytes_read)} read in {load.seconds:.3g} s"
     else:
@@ -177,7 +177,7 @@ def _engine(summary: RunSummary) -> str:
 
 def _data(summary: RunSummary) -> str:
     train = summary.num_train_samples
-    text = "a stream of unknown length" if train is None else f"{train:,} samples"
+    text = "a stream of unknown length" if train is None else counted(train, "sample")
     if summary.num_eval_samples is not None:
         text += f", {summary.num_eval_samples:,} for evaluation"
     return text

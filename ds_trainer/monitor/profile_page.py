@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ds_trainer.utils.units import counted
+
 _ADVICE = {
     "data": "Set dataloader_num_workers, or tokenize before training: the step waits for its batches.",
     "communication": "The step waits for other ranks. Increase gradient_accumulation_steps or the micro-batch, set "
@@ -98,7 +100,7 @@ def page_text(profile: StepProfile, trace: str) -> str:
     """The page in Markdown: parts, advice, operators, and kernels if there are any."""
     whole = profile.seconds or 1.0
     lines = [
-        f"# Where the time of a step goes: mean of {profile.steps} steps, {1e3 * profile.seconds:.1f} ms",
+        f"# Where the time of a step goes: mean of {counted(profile.steps, 'step')}, {1e3 * profile.seconds:.1f} ms",
         "",
         "| part | ms | share |",
         "|---|---:|---:|",

@@ -16,6 +16,7 @@ from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE
 from ds_trainer.monitor.profile_page import DeviceTimes, StepProfile, page_text
 from ds_trainer.utils.files import write_json, write_text_atomic
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
 
@@ -97,14 +98,16 @@ class StepProfiler:
         write_json(self._directory / FIGURES, figures.to_dict())
         text = page_text(figures, TRACE)
         write_text_atomic(self._directory / PAGE, text)
-        logger.info("profile of %d steps (%s):\n%s", self._done, self._directory / PAGE, text)
+        logger.info("profile of %s (%s):\n%s", counted(self._done, "step"), self._directory / PAGE, text)
 
     def _abandon(self, error: BaseException) -> None:
         """Stop profiling without files, because a step failed."""
         profiler, self._profiler = self._profiler, None
         if self._device.type == "cpu":  # elsewhere stopping waits for the device, which may wait for another rank
             profiler.stop()
-        logger.warning("the profile is lost after %d steps: a step failed (%s).", self._done, type(error).__name__)
+        logger.warning(
+            "the profile is lost after %s: a step failed (%s).", counted(self._done, "step"), type(error).__name__
+        )
 
     def _end_phase(self) -> None:
         phase, self._phase = self._phase, None

@@ -12,6 +12,7 @@ from ds_trainer.recipes.tokenizers import ByteTokenizer, load_processor
 from ds_trainer.samples.images.image_tokens import ImageTokens
 from ds_trainer.samples.sources.images import BadImage, read_image
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -261,7 +262,7 @@ def load_session(saved: SavedModel, options: GenerationOptions, device: str, dty
     except RuntimeError:
         raise ConfigError(f"--device {device}: write auto, cpu, cuda or cuda:N.") from None
     if place.type == "cuda" and not (place.index or 0) < torch.cuda.device_count():
-        raise ConfigError(f"--device {device}: this machine has {torch.cuda.device_count()} GPUs that torch can use.")
+        raise ConfigError(f"--device {device}: torch can use {counted(torch.cuda.device_count(), 'GPU')} here.")
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -315,8 +316,8 @@ class ChatImages:
         pieces = rendered.split(self._tokens.placeholder)
         if len(pieces) != len(images) + 1:
             raise ConfigError(
-                f"The conversation has {len(images)} images, but the chat template wrote {self._tokens.placeholder!r} "
-                f"{len(pieces) - 1} times."
+                f"The conversation has {counted(len(images), 'image')}, but the template wrote "
+                f"{self._tokens.placeholder!r} {len(pieces) - 1} times."
             )
         try:
             texts = self._tokens.texts(images)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 FORMS = "cpu, a number of GPUs like those of this machine, 8 x H100-80GB, or 4 x 8 x H100-80GB (machines first)"
 
@@ -57,8 +58,8 @@ def parse_devices(text: str) -> Devices:
     here = Cluster.of_this_machine(nodes)
     if per_node > here.devices_per_node:
         raise ConfigError(
-            f"--devices {text}: this machine has {here.devices_per_node} GPUs. Name the GPUs of another one, as in "
-            f"{per_node} x H100-80GB."
+            f"--devices {text}: this machine has {counted(here.devices_per_node, 'GPU')}. Name those of another one, "
+            f"as in {per_node} x H100-80GB."
         )
     return Devices(words, Cluster.of(here.device, nodes, per_node))
 

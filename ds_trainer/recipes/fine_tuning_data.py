@@ -27,6 +27,7 @@ from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.training.loop.source_losses import records_sources
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 _COUNTED = ("records", "dropped", "samples", "untrained", BAD_LINE)
 STREAMED = 2000
@@ -300,14 +301,14 @@ def _lines(data: FineTuningData, sources: Sequence[Source], is_split: bool) -> l
         sources, rows = sources[streamed:], rows[streamed:]
     for source, row in zip(sources, rows, strict=True):
         source.count = row.records
-        lines.append(f"{source.describe()}; {row.tokens:,} tokens, {row.trained_tokens:,} of them trained on")
-        lines += [f"  {count:,} samples: {NOTICES.get(name, name)}" for name, count in row.notices.items() if count]
+        lines.append(f"{source.describe()}; {counted(row.tokens, 'token')}, {row.trained_tokens:,} of them trained on")
+        lines += [f"  {counted(n, 'sample')}: {NOTICES.get(name, name)}" for name, n in row.notices.items() if n]
         lines += [f"  {line}" for line in unread_lines(row.unread)]
         lines += [f"  {row.bad_lines:,} bad lines were left out (data.bad_lines: skip)"] if row.bad_lines else []
     if isinstance(data.train, Mixture) and data.train.weighted:
         lines += data.train.describe()
     if is_split and data.eval is not None:
-        lines.append(f"{len(data.eval):,} samples are held out for evaluation.")
+        lines.append(f"{counted(len(data.eval), 'sample is', 'samples are')} held out for evaluation.")
     return lines
 
 
@@ -315,4 +316,4 @@ def _first_unread(source: Source) -> list[str]:
     """What is to be said of the keys of the first records of a stream, which nobody counts."""
     records = list(islice(source.read(BadLines("skip")), STREAMED))
     lines = unread_lines(Counter(name for record in records for name in record.unread))
-    return [f"{line}, of the first {len(records):,} records" for line in lines]
+    return [f"{line}, of the first {counted(len(records), 'record')}" for line in lines]

@@ -24,6 +24,7 @@ from ds_trainer.samples.sources.mixture_stream import MixtureStream
 from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.files import write_json
 from ds_trainer.utils.secrets import without_secrets
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -123,22 +124,21 @@ class FineTuningJob(Job):
         lines = ["", finished_in(results)]
         if trained:
             lines.append(
-                f"Trained on {sum(trained.values()):,} tokens; {data['trained_share']:.1%} of the tokens of a sample "
-                "are trained on."
+                f"Trained on {counted(sum(trained.values()), 'token')}; {data['trained_share']:.1%} of the tokens of a "
+                "sample are trained on."
             )
         else:
             lines += [f"  {row['name']}: {row['share']:.1%} of the samples, streamed" for row in data["sources"]]
         for row in data["sources"] if trained else ():
             tokens = trained[row["name"]]
-            lines.append(
-                f"  {row['name']}: {row['samples']:,} samples of {row['format']}, {tokens:,} tokens trained on"
-            )
+            samples = counted(row["samples"], "sample")
+            lines.append(f"  {row['name']}: {samples} of {row['format']}, {tokens:,} tokens trained on")
         if measured is None:
             lines.append("No evaluation: set data.eval or data.held_out for one.")
         else:
             lines.append(
                 f"Held-out loss {measured['eval_loss']:.4f} nats per token (perplexity "
-                f"{measured['eval_perplexity_per_token']:.2f}), {measured['eval_samples']:,} samples."
+                f"{measured['eval_perplexity_per_token']:.2f}), {counted(measured['eval_samples'], 'sample')}."
             )
         return "\n".join([*lines, *last_lines(results)])
 

@@ -20,6 +20,7 @@ from ds_trainer.recipes.report import (
 from ds_trainer.recipes.text_dataset import Corpus, TokenBlocks, TokenStream, tokenize
 from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.utils.errors import ConfigError, Problems
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -61,7 +62,7 @@ class LanguageModelJob(Job):
         length = recipe.data.sequence_length
         self.train = tokenize(corpus.train_documents(), self.tokenizer)
         if self.train.documents == 0:
-            raise ConfigError(f"data.train: {len(corpus.train_files)} files were found, but they contain no text.")
+            raise ConfigError(f"data.train: there is no text in {counted(len(corpus.train_files), 'file')}.")
         self.train_blocks = TokenBlocks(self.train.tokens, length)
         if not corpus.has_eval:
             return ()

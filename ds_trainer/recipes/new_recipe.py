@@ -18,6 +18,7 @@ from ds_trainer.recipes.devices import Devices
 from ds_trainer.recipes.starting_model import StartingModel
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.host_memory import total_host_memory
+from ds_trainer.utils.units import counted
 
 TASKS = {
     "full": "fine-tune all weights on conversations, prompts with completions, or texts",
@@ -268,7 +269,9 @@ def _data(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
     yield "held_out", 0.1 if small else 0.05, "share of the samples for evaluation"
     length = length_of(wanted)
     longer = sum(1 for size in wanted.survey.lengths if size > length)
-    reason = f"{longer:,} of {len(wanted.survey.lengths):,} samples are longer" if longer else "no sample is longer"
+    reason = (
+        f"longer: {longer:,} of {counted(len(wanted.survey.lengths), 'sample')}" if longer else "no sample is longer"
+    )
     yield "max_length", length, f"tokens{', with those of images' if wanted.survey.kind == IMAGES else ''}; {reason}"
     if task in ("full", "lora", "qlora", "vision_language"):
         if task == "vision_language":
@@ -280,7 +283,7 @@ def _data(task: str, wanted: Wanted) -> Iterator[tuple[Any, ...]]:
                 yield "chat_template", "chatml", "the model's tokenizer has none"
             yield "train_on", "assistant", "only answers are learned; or last_turn, all, a list of roles"
     if wanted.survey.bad_lines:
-        yield "bad_lines", "skip", f"{wanted.survey.bad_lines:,} lines cannot be used"
+        yield "bad_lines", "skip", f"{counted(wanted.survey.bad_lines, 'line')} cannot be used"
 
 
 def _arguments(task: str, wanted: Wanted, plan: Plan | None, adapters: bool) -> Iterator[tuple[Any, ...]]:

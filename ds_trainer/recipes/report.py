@@ -20,6 +20,7 @@ from ds_trainer.recipes.language_model import load_language_model
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.samples.sources.documents import Document
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -97,7 +98,7 @@ class Evaluation:
 
     def table(self) -> str:
         """The comparison as text."""
-        lines = [f"Held-out text: {self.documents:,} documents, {self.bytes:,} bytes"]
+        lines = [f"Held-out text: {counted(self.documents, 'document')}, {self.bytes:,} bytes"]
         rows = [("this model", self.bits_per_byte, f"loss {self.loss:.4f} nats per token")]
         rows += [(name, row["bits_per_byte"], f"{int(row['bytes']):,} bytes") for name, row in self.baselines.items()]
         lines += [f"  {name:<10}  {bits:6.3f} bits per byte   {note}" for name, bits, note in rows]

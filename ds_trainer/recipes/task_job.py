@@ -39,7 +39,7 @@ class TaskJob(Job):
         seed = args.seed if args.data_seed is None else args.data_seed
         self.data = read_task_data(self.recipe.data, self.reading(), int(seed))
         trained, evaluated = len(self.data.train), 0 if self.data.eval is None else len(self.data.eval)
-        return (f"{trained:,} samples to train on, {evaluated:,} for evaluation, in {self.data.directory}",)
+        return (f"{counted(trained, 'sample')} to train on, {evaluated:,} for evaluation, in {self.data.directory}",)
 
     def evaluate(self, trainer: Trainer) -> dict[str, float] | None:
         """The metrics of the evaluation samples."""

@@ -29,6 +29,7 @@ from ds_trainer.samples.sources.documents import Document, read_documents
 from ds_trainer.samples.sources.files import DOCUMENT_SUFFIXES, SourceFile, find_files
 from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 
 class CorpusFile(NamedTuple):
@@ -66,7 +67,9 @@ class Corpus:
         held_out = {file.path.resolve() for file in self.eval_files}
         self.train_files = [file for file in train_files if file.path.resolve() not in held_out]
         if train_files and not self.train_files:
-            problems.append(f"data.train: all {len(train_files)} files are also in data.eval; no training data.")
+            problems.append(
+                f"data.train: data.eval has all of its {counted(len(train_files), 'file')}; no training data."
+            )
         if problems:
             raise ConfigError(problems)
 

@@ -120,7 +120,7 @@ class DryRun:
         if self.samples is None:
             yield "data     length unknown"
         else:
-            yield f"data     {self.samples:,} samples; this rank reads {self.samples_per_rank:,} in an epoch"
+            yield f"data     {counted(self.samples, 'sample')}; this rank reads {self.samples_per_rank:,} in an epoch"
         epoch = "" if self.steps_per_epoch is None else f", {self.steps_per_epoch:,} in an epoch"
         yield f"steps    {counted(self.max_steps, 'optimizer step')}{epoch}"
         yield f"estimate {self.estimate}"
@@ -129,7 +129,7 @@ class DryRun:
         for text in self.not_rehearsed:
             yield f"later    {text}"
         yield (
-            f"The start-up of rank 0 of {self.ranks:,} ranks succeeded ({self.seconds:.1f} s, "
+            f"The start-up of rank 0 of {counted(self.ranks, 'rank')} succeeded ({self.seconds:.1f} s, "
             f"{human_bytes(self.peak_memory)} of host memory)."
         )
 

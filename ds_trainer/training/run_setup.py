@@ -51,6 +51,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.host_votes import host_votes
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
@@ -152,7 +153,7 @@ class RunSetup:
             if assembly.engines.training_or_none is None:
                 return "while the engine was built"
             size = assembly.args.per_device_train_batch_size
-            return f"in step {assembly.events.state.global_step + 1}, with {size} samples in a micro-batch"
+            return f"in step {assembly.events.state.global_step + 1}, with {counted(size, 'sample')} in a micro-batch"
 
         def remedies() -> list[Remedy]:
             if assembly.engines.training_or_none is None:

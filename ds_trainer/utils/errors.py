@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ds_trainer.utils.printable import shown
+from ds_trainer.utils.units import counted
 
 _MOST = 20
 """How many kinds of problems a message lists; the others are counted."""
@@ -40,7 +41,7 @@ class ConfigError(ValueError):
             message = listed[0]
         else:
             numbered = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(listed, 1))
-            message = f"{len(self.problems):,} problems:\n{numbered}"
+            message = f"{counted(len(self.problems), 'problem')}:\n{numbered}"
         super().__init__(shown(message))
 
 

@@ -56,9 +56,9 @@ def human_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02d} h"
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 step``, ``1,000 steps``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 step``, ``1,000 steps``. ``plural`` is for other endings and for verbs: ``entries``, ``files are``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 _SIZE_UNITS = {"B": 1}

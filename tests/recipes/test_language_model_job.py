@@ -220,7 +220,7 @@ def test_too_little_text(folder: Path) -> None:
 def test_no_text_at_all(folder: Path, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("")
-    assert "2 files were found, but they contain no text" in refused(folder, f"--data.train={tmp_path}")[0]
+    assert "there is no text in 2 files" in refused(folder, f"--data.train={tmp_path}")[0]
     (tmp_path / "b.txt").write_text("text " * 50)
     assert "the evaluation data has no text" in refused(folder, f"--data.train={tmp_path}")[0]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.utils.units import human_count, human_duration, human_operations
+import ds_trainer
+from ds_trainer.utils.units import counted, human_count, human_duration, human_operations
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,51 @@ def test_human_duration(seconds: float, text: str) -> None:
 )
 def test_human_operations(number: float, text: str) -> None:
     assert human_operations(number) == text
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2, 1000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+    assert [counted(number, "file was", "files were") for number in (1, 3)] == ["1 file was", "3 files were"]
+
+
+PRINTED = ("cli", "data/packing/rows.py", "launching", "monitor", "recipes", "samples", "training/dry_run.py")
+PLURAL = (
+    "answers|batches|checkpoints|columns|conversations|devices|directories|documents|entries|epochs|errors|examples|"
+    "failures|files|GPUs|images|keys|layers|lines|machines|micro-batches|models|nodes|operators|problems|processes|"
+    "ranks|records|restarts|rows|rules|samples|sequences|steps|tensors|turns|values|warnings|workers"
+)
+CONSTANT = re.compile(r"_?[A-Z][A-Z_]+")  # a name of a number that is known not to be one
+
+
+def plurals(source: str) -> Iterator[str]:
+    """Counts before a plural, in f-strings and in formats of the log."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in zip(node.values, node.values[1:], strict=False):
+                if not (isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant)):
+                    continue
+                spec = ast.unparse(value.format_spec) if value.format_spec else ""
+                whole = not spec or spec == "f','"  # not 1.0, as of means
+                called = isinstance(value.value, ast.Call) and ast.unparse(value.value.func) in (
+                    "counted",
+                    "human_count",
+                )
+                if not whole or called or CONSTANT.fullmatch(ast.unparse(value.value)):
+                    continue
+                if re.match(rf" ({PLURAL})\b", str(text.value)):
+                    yield f"{node.lineno}: {ast.unparse(value.value)}{text.value}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (f"{node.lineno}: {one[0]}" for one in re.finditer(rf"%d ({PLURAL})\b", node.value))
+
+
+def test_no_message_says_1_samples() -> None:
+    """What the commands, the recipes, the monitor and the launcher print counts through :func:`counted`."""
+    assert list(plurals("f'{n} ranks'; f'{n:,} files'; '%d rows'; f'{counted(n, str())} steps'")) == [
+        "1: n ranks", "1: n files", "1: %d rows"
+    ]  # fmt: skip
+    root = Path(ds_trainer.__file__).parent
+    files = [
+        path for name in PRINTED for path in ([root / name] if "." in name else sorted((root / name).rglob("*.py")))
+    ]
+    assert len(files) > 100
+    assert [f"{path.relative_to(root)}:{found}" for path in files for found in plurals(path.read_text())] == []

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ds_trainer.arguments.enums import PackingStrategy
 from ds_trainer.data.order import Order
+from ds_trainer.utils.units import counted
 
 Integers = npt.NDArray[np.int64]
 
@@ -62,13 +63,13 @@ class PackingSummary:
     def text(self) -> str:
         """One line for a header or a log."""
         parts = [
-            f"{self.samples:,} samples in {self.rows:,} rows of {self.max_length:,} tokens",
+            f"{counted(self.samples, 'sample')} in {counted(self.rows, 'row')} of {self.max_length:,} tokens",
             f"{100 * self.fill:.1f} % filled",
             f"{100 * (1 - self.fill):.1f} % padding",
             f"{self.samples_per_row:.1f} samples a row",
             f"{self.dropped:,} tokens dropped",
         ]
-        return ", ".join(parts + ([f"{self.cut:,} samples continue in another row"] if self.cut else []))
+        return ", ".join(parts + ([f"cut between rows: {counted(self.cut, 'sample')}"] if self.cut else []))
 
     def metrics(self, prefix: str = "packing") -> dict[str, float]:
         """The same as numbers, by log key."""

@@ -49,6 +49,7 @@ from ds_trainer.utils.collective_limit import collective_limit
 from ds_trainer.utils.compiler_caches import compiler_caches, on_network
 from ds_trainer.utils.ranks import RankInfo
 from ds_trainer.utils.store import RankStore, expiry
+from ds_trainer.utils.units import counted
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,6 @@ def clock_finding(skews: Sequence[tuple[RankHost, Skew]]) -> Finding:
     message = f"{rank.host} (rank {rank.rank}) is {abs(worst.seconds):.3g} s {direction} {first.host}"
     message += f" (rank {first.rank}), +/- {worst.uncertainty:.2g} s"
     if difference <= WARN_SECONDS:
-        return Finding(Level.OK, "clocks", f"{len(skews)} machines; largest skew: {message}")
+        return Finding(Level.OK, "clocks", f"{counted(len(skews), 'machine')}; largest skew: {message}")
     remedy = "Run a time service (chronyd) on all machines: time limits, locks and logs are compared across them."
     return Finding(Level.FAIL if difference > FAIL_SECONDS else Level.WARN, "clocks", message, remedy)

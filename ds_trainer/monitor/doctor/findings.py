@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ds_trainer.utils.units import counted
+
 
 class Level(enum.IntEnum):
     """Result of a check; larger is worse."""
@@ -99,7 +101,8 @@ def table(findings: Sequence[GroupedFinding], world_size: int) -> str:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.remedy}")
     counts = {level: sum(one.finding.level == level for one in findings) for level in Level}
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    lines.append(f"\n{ranks}: {counts[Level.OK]} ok, {counts[Level.WARN]} warnings, {counts[Level.FAIL]} failures")
+    bad = f"{counted(counts[Level.WARN], 'warning')}, {counted(counts[Level.FAIL], 'failure')}"
+    lines.append(f"\n{ranks}: {counts[Level.OK]} ok, {bad}")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from ds_trainer.checkpoint.loading.stored_tensors import StoredTensor, stored_te
 from ds_trainer.checkpoint.weights.strided_views import StridedView
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.units import human_bytes, human_duration
+from ds_trainer.utils.units import counted, human_bytes, human_duration
 
 SAMPLE_BYTES = 4 * 10**9
 """Largest sample, by default."""
@@ -117,7 +117,8 @@ def loading_findings(directory: Path, sample_bytes: int = SAMPLE_BYTES) -> list[
     )
     message = (
         f"{human_bytes(rate.bytes_per_second)}/s ({human_bytes(rate.read_bytes)} of {directory} in "
-        f"{human_duration(rate.seconds)}; {rate.tensors} tensors in {rate.files} files, {human_bytes(rate.file_bytes)})"
+        f"{human_duration(rate.seconds)}; {counted(rate.tensors, 'tensor')} in "
+        f"{counted(rate.files, 'file')}, {human_bytes(rate.file_bytes)})"
     )
     level = Level.WARN if remedy else Level.OK
     return [Finding(level, "read speed", message, remedy), *_times(rate, _RANKS)]
@@ -132,6 +133,8 @@ def _times(rate: Rate, counts: Sequence[int]) -> list[Finding]:
         message = f"{human_duration(alone)} (the ranks read every byte once and share this speed)"
         if nodes > 1:
             each = human_duration(alone / nodes)
-            message = f"{each} if each of {nodes} nodes reads at this speed, {human_duration(alone)} if they share it"
+            message = (
+                f"{each} if each of {counted(nodes, 'node')} reads so fast, {human_duration(alone)} if they share it"
+            )
         found.append(Finding(Level.OK, f"load on {count} rank{'s' if count > 1 else ''}", message))
     return found

@@ -14,7 +14,7 @@ from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.jit_locks import mapped_files
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
 from ds_trainer.utils.open_files import open_file_problem
-from ds_trainer.utils.units import human_bytes
+from ds_trainer.utils.units import counted, human_bytes
 
 GB = 10**9
 FEW_INODES = 10_000
@@ -137,7 +137,7 @@ def memory_finding(local_ranks: int) -> Finding:
     if limited is not None and limited.limit < memory.total:
         message += f"; this job may use {human_bytes(limited.limit)} and uses {human_bytes(limited.used)}"
     if available / local_ranks < 2 * GB:
-        each = f"{message}: {human_bytes(available / local_ranks)} for each of {local_ranks} ranks"
+        each = f"{message}: {human_bytes(available / local_ranks)} for each of {counted(local_ranks, 'rank')}"
         return Finding(Level.WARN, "host memory", each, "Request more (--mem of SLURM, --memory of docker).")
     return Finding(Level.OK, "host memory", message)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.utils import distributed
 from ds_trainer.utils.ranks import RankInfo
-from ds_trainer.utils.units import human_bytes
+from ds_trainer.utils.units import counted, human_bytes
 
 _INTERFACES = Path("/sys/class/net")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -116,5 +116,6 @@ def bandwidth_finding(device: torch.device) -> Finding:
         tensor.fill_(1.0)
     best = min(seconds[1:])  # the first one opens connections
     bus = 2 * (ranks - 1) / ranks * amount / best
-    message = f"{bus / 1e9:.2f} GB/s bus bandwidth ({human_bytes(amount)} over {ranks} ranks in {best * 1e3:.1f} ms)"
+    over = f"{human_bytes(amount)} over {counted(ranks, 'rank')} in {best * 1e3:.1f} ms"
+    message = f"{bus / 1e9:.2f} GB/s bus bandwidth ({over})"
     return Finding(Level.OK, "all-reduce", message)

@@ -11,7 +11,7 @@ from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.charts import SERIES, Chart, Series, draw, histogram, shares, smoothed
 from ds_trainer.monitor.report.html import rows_table, section, shown, table
 from ds_trainer.monitor.report.run_files import is_number
-from ds_trainer.utils.units import human_bytes, human_count, human_duration
+from ds_trainer.utils.units import counted, human_bytes, human_count, human_duration
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "learning_rate": lambda value: f"{value:.2g}",
@@ -126,7 +126,7 @@ def time_section(time: Mapping[str, Any]) -> str:
     if time["between_processes_seconds"] > 0:
         notes.append(f"Between its processes the job had none for {human_duration(time['between_processes_seconds'])}.")
     if time["repeated_steps"]:
-        notes.append(f"{time['repeated_steps']:,} steps were repeated after restarts.")
+        notes.append(f"Repeated after restarts: {counted(time['repeated_steps'], 'step')}.")
     body = shares(rows) + "".join(f'<p class="soft small">{note}</p>' for note in notes)
     return section("Where the time went", body + _profile(time["profile"]))
 
@@ -177,7 +177,7 @@ def ranks_section(ranks: Mapping[str, Any] | None) -> str:
         (str(row["rank"]), row["host"], *(f"{1000 * row[part]:.1f} ms" if part in row else "" for part in parts))
         for row in ranks["rows"]
     ]
-    text = f"Means of {ranks['windows']} windows of steps, {ranks['world_size']} ranks. "
+    text = f"Means of {ranks['windows']} windows of steps, {counted(ranks['world_size'], 'rank')}. "
     if ranks["notable"]:
         text += (
             f"In {ranks['notable']} windows a rank held up the others; last rank {ranks['slowest']}: {ranks['cause']}."

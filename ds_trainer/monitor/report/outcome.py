@@ -11,6 +11,7 @@ import psutil
 
 from ds_trainer.monitor.report.history import STARTED, Session
 from ds_trainer.monitor.report.run_files import RunFiles, is_number
+from ds_trainer.utils.units import counted
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def incidents_of(files: RunFiles) -> list[dict[str, Any]]:
             before = files.sessions[number - 1]
             repeated = max(0, before.step - session.first_step)
             text = f"Restarted from step {session.first_step:,}" + (
-                f"; {repeated:,} steps after it are repeated" if repeated else ""
+                f"; {counted(repeated, 'step')} after it are repeated" if repeated else ""
             )
             text = text if session.start.get(STARTED, True) else "Another process began, and did not reach a step"
             found.append(

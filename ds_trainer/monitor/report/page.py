@@ -17,7 +17,7 @@ from ds_trainer.monitor.report.figures import (
     time_section,
 )
 from ds_trainer.monitor.report.html import card, rows_table, section, shown, table
-from ds_trainer.utils.units import human_count, human_duration
+from ds_trainer.utils.units import counted, human_count, human_duration
 
 _GOOD, _BAD, _OPEN = ("finished",), ("failed", "diverged", "killed"), ("stopped", "running", "unknown")
 _STATES = {
@@ -263,7 +263,7 @@ def _settings(report: Mapping[str, Any]) -> str:
     git = report["git"]
     facts = [("working directory", str(report["working_directory"]))] if report["working_directory"] else []
     if git:
-        changed = f", {git['changed_files']} files changed" if git["changed_files"] else ", no changes"
+        changed = f", {counted(git['changed_files'], 'file')} changed" if git["changed_files"] else ", no changes"
         facts.append(("git", f"{git['commit'][:12]} on {git['branch']}{changed}"))
     facts += [(name, str(text)) for name, text in report["machine"].items() if text]
     facts += [(name, str(number)) for name, number in report["versions"].items()]

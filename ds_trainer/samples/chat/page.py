@@ -20,6 +20,7 @@ from ds_trainer.samples.chat.problems import NOTICES, SampleProblem, unread_line
 from ds_trainer.samples.chat.tokens import IGNORED
 from ds_trainer.samples.sources.mixture import Mixture
 from ds_trainer.samples.sources.record import Record
+from ds_trainer.utils.units import counted
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _sample_lines(name: str, one: _Shown, encoder: Encoder, options: PageOptions
         trained = int(np.count_nonzero(labels[1:] != IGNORED))
         described = [
             f"{name}, {one.where}" + (f", {side.removesuffix('_')}" if side else ""),
-            f"{len(ids):,} tokens, {trained:,} trained on ({trained / len(ids):.0%})",
+            f"{counted(len(ids), 'token')}, {trained:,} trained on ({trained / len(ids):.0%})",
         ]
         described += [] if place is None else [place]
         yield f"--- {'; '.join(described)} ---"
@@ -222,7 +223,7 @@ class Figures:
     def lines(self) -> list[str]:
         """A page for a terminal."""
         pairs = " of two answers" if len(self.lengths) > self.samples else ""
-        lines = [f"{self.records:,} records, {self.samples:,} samples{pairs}"]
+        lines = [f"{counted(self.records, 'record')}, {counted(self.samples, 'sample')}{pairs}"]
         if self.lengths:
             lengths, trained = np.asarray(self.lengths), np.asarray(self.trained)
             share = trained.sum() / lengths.sum()
@@ -239,7 +240,7 @@ class Figures:
             lines.append(f"refused       {count:,}: {self._named(key)}: {self.messages[key]}")
         for key, count in self.notices.most_common():
             if key in NOTICES:
-                lines.append(f"{count:,} samples: {NOTICES[key]} ({self._named(key)})")
+                lines.append(f"{counted(count, 'sample')}: {NOTICES[key]} ({self._named(key)})")
         return lines + unread_lines(unread_of(self.notices))
 
     def _named(self, key: str) -> str:

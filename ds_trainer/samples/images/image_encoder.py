@@ -21,6 +21,7 @@ from ds_trainer.samples.images.image_tokens import ImageTokens
 from ds_trainer.samples.sources.images import PLACEHOLDER, BadImage, data_uri, read_image
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 # Stands for an image in the text of a message, until the template writes its own placeholder.
 _MARK = "\u241fimage\u241f"
@@ -109,7 +110,9 @@ class ImageEncoder(Encoder):
                 raise SampleProblem(source, "images", "has images, but no message of the user.")
             first["content"] = [*_image_parts(rest), *first["content"]]
         elif rest:
-            raise SampleProblem(source, "images", f"has {len(images)} images, but its messages refer to fewer.")
+            raise SampleProblem(
+                source, "images", f"has {counted(len(images), 'image')}, but its messages refer to fewer."
+            )
         kept = {key: value for key, value in fields.items() if key != "images"}
         return super().encode(record._replace(fields={**kept, **placed}))
 
@@ -170,7 +173,7 @@ class ImageEncoder(Encoder):
             raise SampleProblem(
                 source,
                 "images",
-                f"has {len(images)} images, but its text has {self.tokens.placeholder!r} {marks} times.",
+                f"has {counted(len(images), 'image')}, but its text has {self.tokens.placeholder!r} {marks} times.",
             )
         if not images:
             return self.labeled(source, text, spans, notices, self._beginning)

@@ -28,6 +28,7 @@ from ds_trainer.samples.prepared.workers import SHARD_BYTES, Part, tasks_of, wri
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import user_path
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
+from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
 
@@ -44,7 +45,9 @@ class NothingPrepared(ConfigError):
     """
 
     def __init__(self, records: int) -> None:
-        super().__init__(f"There is nothing to train on: {records:,} records were read, and none gave a sample.")
+        super().__init__(
+            f"There is nothing to train on: {counted(records, 'record was', 'records were')} read, none gave a sample."
+        )
         self.records = records
 
 
@@ -72,10 +75,10 @@ class PreparationReport:
         """A few lines for a terminal."""
         made, seconds = self.manifest, max(self.seconds, 1e-9)
         others = [f"{count:,} {name}" for name, count in made.counts.items() if count and name != "samples"]
-        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        processes = counted(self.processes, "process", "processes")
         lines = [
-            f"{made.samples:,} samples, {made.tokens:,} tokens, {made.trained_tokens:,} of them trained on "
-            f"({made.trained_tokens / max(made.tokens, 1):.1%}); {', '.join(others)}",
+            f"{counted(made.samples, 'sample')}, {counted(made.tokens, 'token')}, {made.trained_tokens:,} of them "
+            f"trained on ({made.trained_tokens / max(made.tokens, 1):.1%}); {', '.join(others)}",
             f"{made.bytes / 1e6:,.1f} MB from {self.source_bytes / 1e6:,.1f} MB of source",
             f"{self.seconds:,.1f} s in {processes}, {made.tokens / seconds:,.0f} tokens/s; "
             f"{made.tokens / max(self.cpu_seconds, 1e-9):,.0f} tokens/s per core",
@@ -159,7 +162,9 @@ def prepare(
         size = sum(state.size for state in states)
         most = -(-size // SHARD_BYTES) if all(part.size is not None for part in parts) else cores
         workers, began = max(1, processes or min(cores, most)), time.perf_counter()
-        logger.info("Tokenizing %.1f MB of source in %d processes, to %s.", size / 1e6, workers, final)
+        logger.info(
+            "Tokenizing %.1f MB of source in %s, to %s.", size / 1e6, counted(workers, "process", "processes"), final
+        )
         with published(final, lambda: _is_whole(final, key)) as partial:
             index = _Index(partial)
             with _progress(size, heartbeat) as report:
@@ -264,7 +269,7 @@ def _progress(source_bytes: int, heartbeat: Heartbeat) -> Iterator[Callable[[int
             rate = tokens / max(time.perf_counter() - began, 1e-9)
             bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens, {rate:,.0f} tokens/s", refresh=False)
             bar.update(size)
-            heartbeat.doing = f"tokenizing: {tokens:,} tokens, {done / max(source_bytes, 1):.0%} of the source"
+            heartbeat.doing = f"tokenizing: {counted(tokens, 'token')}, {done / max(source_bytes, 1):.0%} of the source"
 
         yield report
 

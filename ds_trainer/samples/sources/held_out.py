@@ -15,6 +15,7 @@ from typing import Any
 
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 _RANGE = 2**64
 
@@ -67,8 +68,8 @@ class HeldOut:
                 kept.add(number)
         if len(smallest) <= count:
             raise ConfigError(
-                f"data.held_out={count} leaves nothing to train on: there are {seen:,} records, {len(smallest):,} of "
-                "them different."
+                f"data.held_out={count} leaves nothing to train on: there are {counted(seen, 'record')}, "
+                f"{len(smallest):,} of them different."
             )
         return cls(-smallest[0])
 

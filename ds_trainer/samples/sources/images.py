@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.samples.sources.record import BadRecord
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -167,7 +168,7 @@ def check_places(images: list[Any], texts: list[str], parts: int) -> None:
     """
     places = sum(text.count(PLACEHOLDER) for text in texts) + parts
     if places and places != len(images):
-        raise BadRecord(f"the turns refer to {places} images, but the sample has {len(images)}")
+        raise BadRecord(f"the turns refer to {counted(places, 'image')}, but the sample has {len(images)}")
 
 
 def type_name(value: Any) -> str:

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from ds_trainer.data.order import ComputedPermutation, StoredOrder, shuffled
 from ds_trainer.data.source_ids import with_source
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 
 class Mixture(Dataset[Any]):
@@ -67,7 +68,7 @@ class Mixture(Dataset[Any]):
         """Samples of each source in an epoch."""
         if 0 in self.samples:
             name = self.names[self.samples.index(0)]
-            raise ConfigError(f"The source {name} gets none of {sum(sizes):,} samples; give it a larger weight.")
+            raise ConfigError(f"The source {name} gets none of {counted(sum(sizes), 'sample')}; raise its weight.")
         self._ends = list(accumulate(self.samples))
         # Shared, so that data loader workers that outlive an epoch see the next one.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -137,7 +138,7 @@ class Mixture(Dataset[Any]):
         """One line for each source: its part of an epoch, and how often its samples are seen."""
         rows = zip(self.names, self.samples, self.datasets, self.repeats(epochs), strict=True)
         return [
-            f"{name}: {samples:,} of {len(self):,} samples of an epoch ({samples / len(self):.1%}), from "
+            f"{name}: {samples:,} of {counted(len(self), 'sample')} of an epoch ({samples / len(self):.1%}), from "
             f"{len(dataset):,}; each is seen {times:.2f} times in {epochs:g} epochs"
             for name, samples, dataset, times in rows
         ]

@@ -14,6 +14,7 @@ from ds_trainer.samples.sources.compression import READ_ERRORS, open_bytes, reas
 from ds_trainer.samples.sources.files import SourceFile
 from ds_trainer.samples.sources.record import BadLine
 from ds_trainer.samples.sources.tables import read_arrow, read_dataset, read_parquet
+from ds_trainer.utils.units import counted
 
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is a bad line: it is passed over without being held in memory."""
@@ -283,7 +284,9 @@ def _header_problem(header: list[str]) -> str | None:
 
 def _named(where: str, header: list[str], row: list[str]) -> Row | BadLine:
     if len(row) != len(header):
-        return BadLine(where, f"has {len(row)} values, but the first line names {len(header)} columns")
+        return BadLine(
+            where, f"has {counted(len(row), 'value')}, but the first line has {counted(len(header), 'column')}"
+        )
     if not _is_text(row):
         return BadLine(where, "not UTF-8 text")
     return Row(where, dict(zip(header, row, strict=True)))

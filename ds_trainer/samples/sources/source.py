@@ -13,6 +13,7 @@ from ds_trainer.samples.sources.record import BadLine, BadLines, BadRecord, Reco
 from ds_trainer.samples.sources.rows import Row, read_rows
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -42,7 +43,7 @@ class Source:
         others = {path.resolve() for path in without}
         self.files = [file for file in files if file.path.resolve() not in others]
         if not self.files:
-            raise ConfigError(f"{key}: all {len(files)} files are also in data.eval; no training data.")
+            raise ConfigError(f"{key}: data.eval has all of its {counted(len(files), 'file')}; no training data.")
         self.format: RecordFormat | None = None
         self.count: int | None = None
         self._sought = False

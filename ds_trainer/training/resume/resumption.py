@@ -33,6 +33,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, user_path
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
 
@@ -160,7 +161,7 @@ class Resumption:
                 "The learning rates are those of %s.",
                 self.path,
                 RUN_FILE,
-                f"this run, of {now} steps instead of {before}" if longer else "the checkpoint's schedule",
+                f"this run, of {counted(now, 'step')} instead of {before}" if longer else "the checkpoint's schedule",
             )
             return Changes({"max_steps": (before, now)} if longer else {})
         return compare(self.run["compatibility"], fingerprint, args, self.path)
@@ -267,7 +268,7 @@ def _describe_position(args: TrainingArguments, cursor: DataCursor) -> str:
     if not at.steps:
         return f"epoch {at.epoch}, from its beginning"
     way = cursor.way
-    return f"epoch {at.epoch}, after {at.samples} samples" + (f" ({way})" if way else "")
+    return f"epoch {at.epoch}, after {counted(at.samples, 'sample')}" + (f" ({way})" if way else "")
 
 
 def weights_directory(path: str) -> Path:

@@ -34,7 +34,7 @@ def test_equal_findings_are_reported_once_and_different_ones_side_by_side() -> N
         "              -> Remove files.",
         "OK    clocks  together",
         "",
-        "3 ranks: 2 ok, 0 warnings, 1 failures",
+        "3 ranks: 2 ok, 0 warnings, 1 failure",
     ]
 
 

@@ -92,7 +92,7 @@ def test_parts_add_up() -> None:
 def test_what_cannot_be_mixed() -> None:
     with pytest.raises(ConfigError, match="The sources b have no sample"):
         Mixture([[1], []], names=["a", "b"])
-    with pytest.raises(ConfigError, match="The source b gets none of 11 samples; give it a larger weight"):
+    with pytest.raises(ConfigError, match="The source b gets none of 11 samples; raise its weight"):
         Mixture([range(10), range(1)], [1, 1e-3], names=["a", "b"])
 
 

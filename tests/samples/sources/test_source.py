@@ -212,7 +212,7 @@ def test_a_source_describes_itself(tmp_path: Path) -> None:
 def test_all_files_of_training_are_for_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}')
-    with pytest.raises(ConfigError, match=r"all 1 files are also in data.eval; no training data"):
+    with pytest.raises(ConfigError, match=r"data.eval has all of its 1 file; no training data"):
         Source(SourceSpec(path=(str(path),)), "data.train", {path.resolve()})
 
 
