@@ -68,7 +68,7 @@ class Corpus:
         self.train_files = [file for file in train_files if file.path.resolve() not in held_out]
         if train_files and not self.train_files:
             problems.append(
-                f"data.train: data.eval has all of its {counted(len(train_files), 'file')}; no training data."
+                f"data.train: no training data: {counted(len(train_files), 'file is', 'files are')} also in data.eval."
             )
         if problems:
             raise ConfigError(problems)

@@ -10,7 +10,6 @@ import secrets
 import shutil
 import socket
 import stat
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -71,14 +70,15 @@ def new_partial(final: Path) -> Path:
     host = socket.gethostname()
     pattern = re.compile(rf"\.{re.escape(final.name)}\.(.+)\.(\d+)\.[0-9a-f]{{8}}\.(partial|damaged)")
     final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(f".{final.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    now = partial.stat().st_mtime  # by the clock of the file system, which may not be that of this host
     for path in final.parent.iterdir():
         if match := pattern.fullmatch(path.name):
             with suppress(OSError):  # another process has removed it
-                ended = match[1] == host and not _is_running(int(match[2]))
-                if ended or time.time() - path.stat().st_mtime > _ABANDONED:
+                old = not _is_running(int(match[2])) if match[1] == host else now - path.stat().st_mtime > _ABANDONED
+                if old:
                     shutil.rmtree(path, ignore_errors=True)
-    partial = final.with_name(f".{final.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
     return partial
 
 

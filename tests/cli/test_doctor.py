@@ -70,7 +70,7 @@ def test_one_machine_with_a_stale_lock(tmp_path: Path) -> None:
     (line,) = (index for index, line in enumerate(lines) if line.startswith("FAIL"))
     assert "lock of fused_adam" in lines[line]
     assert lines[line + 1].split() == ["->", "rm", str(lock)]
-    assert lines[-1].endswith("1 failures")
+    assert lines[-1].endswith("1 failure")
     lock.unlink()
     completed = started(command, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert (completed.returncode, "FAIL" in completed.stdout) == (0, False), completed.stdout

@@ -127,5 +127,5 @@ def test_what_cannot_work(tmp_path: Path, pictures: list[str]) -> None:
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     other = ChatSession(Recorder(), tokenizer, GREEDY, lambda: ChatImages(processor))
     other.attach(pictures[0])
-    with pytest.raises(ConfigError, match=r"1 images, but the chat template wrote '<image>' 0 times|refuses"):
+    with pytest.raises(ConfigError, match=r"1 image, but the template wrote '<image>' 0 times|refuses"):
         other.ask("what is it?", lambda piece: None)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ds_trainer import ConfigError, Trainer
+from ds_trainer import ConfigError, Trainer, TrainerCallback
+from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
 from tests.support.oracle import stack
 from tests.support.pool import pool
 from tests.support.resuming import AugmentedStream, Tokens, differences, make, record_batches, run, run_record
@@ -258,3 +262,42 @@ def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
     """In the middle of an epoch too."""
     assert pool(1).run(run_finished, str(tmp_path), False) == [(7, 7)]
     assert pool(1).run(run_finished, str(tmp_path), True) == [(7, 0)]
+
+
+# -- a clock that is set ---------------------------------------------------------------------------------------------
+
+SET_CLOCK: dict[str, Any] = {"save_steps": 2, "save_total_limit": 2, "hang_timeout": 600.0, "hang_policy": "abort"}
+
+
+class SetClock(TrainerCallback):
+    """Between two checkpoints of a run."""
+
+    def __init__(self, jump: float) -> None:
+        self.real, self.jump, self.steps = time.time, jump, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps = state.global_step
+
+    def now(self) -> float:
+        return self.real() + (self.jump if self.steps in (3, 4, 7) else 0.0)
+
+
+def run_with_a_clock(jump: float, *args: Any, **more: Any) -> Any:
+    clock = SetClock(jump)
+    with mock.patch.object(time, "time", clock.now):
+        return run(*args, callbacks=[clock], **more)
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 86_400.0], ids=["an hour back", "a day forward"])
+def test_a_clock_that_is_set_changes_nothing(jump: float, tmp_path: Path) -> None:
+    """Neither which checkpoints are kept, nor where a run goes on, nor what counts as a hang."""
+    whole = pool(2).run(partial(run, str(tmp_path / "whole"), **SET_CLOCK))
+    pool(2).run(partial(run_with_a_clock, jump, str(tmp_path / "run"), stop_at=6, **SET_CLOCK))
+    kept = list_checkpoints(tmp_path / "run")
+    assert [path.name for path in kept] == ["checkpoint-4", "checkpoint-6"]
+    for path in (kept[1], *kept[1].iterdir()):  # as its file system saw it, if it has the same clock
+        os.utime(path, (time.time() + jump,) * 2)
+    resumed = pool(2).run(partial(run_with_a_clock, -jump, str(tmp_path / "run"), auto_resume=True, **SET_CLOCK))
+    for wanted, found in zip(whole, resumed, strict=True):
+        assert differences(found, wanted, 2) == []
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-6", "checkpoint-8"]

@@ -7,6 +7,9 @@ import json
 import logging
 import os
 import random
+import socket
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +160,23 @@ def test_a_file_that_is_no_text_is_refused_at_once(
     with pytest.raises(ConfigError, match=reason) as caught:
         read_user_file(name, f"The file {name!r}", "text file")
     assert len(str(caught.value)) < 600
+
+
+def test_directories_of_running_processes_outlive_a_clock_that_is_set(tmp_path: Path, monkeypatch: Any) -> None:
+    """By a day forward or an hour back; of other hosts, only the clock of the file system counts."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here, day = socket.gethostname(), 24 * 3600
+    ages = {f"{here}.{os.getpid()}": 2 * day, f"{here}.{ended.pid}": 0, "other.7": day // 2, "other.8": 2 * day}
+    for jump in (day, -3600):
+        for name, age in ages.items():
+            path = tmp_path / f".out.{name}.00000000.partial"
+            path.mkdir(exist_ok=True)
+            os.utime(path, (time.time() - age,) * 2)
+        now = time.time() + jump
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        own = files.new_partial(tmp_path / "out")
+        monkeypatch.undo()
+        left = {path.name for path in tmp_path.iterdir()} - {own.name}
+        assert left == {f".out.{name}.00000000.partial" for name in (f"{here}.{os.getpid()}", "other.7")}
+        own.rmdir()

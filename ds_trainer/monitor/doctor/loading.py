@@ -134,7 +134,8 @@ def _times(rate: Rate, counts: Sequence[int]) -> list[Finding]:
         if nodes > 1:
             each = human_duration(alone / nodes)
             message = (
-                f"{each} if each of {counted(nodes, 'node')} reads so fast, {human_duration(alone)} if they share it"
+                f"{each} if each of {counted(nodes, 'node')} reads at this speed, {human_duration(alone)} if they "
+                "share it"
             )
         found.append(Finding(Level.OK, f"load on {count} rank{'s' if count > 1 else ''}", message))
     return found

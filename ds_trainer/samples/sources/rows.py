@@ -285,7 +285,7 @@ def _header_problem(header: list[str]) -> str | None:
 def _named(where: str, header: list[str], row: list[str]) -> Row | BadLine:
     if len(row) != len(header):
         return BadLine(
-            where, f"has {counted(len(row), 'value')}, but the first line has {counted(len(header), 'column')}"
+            where, f"has {counted(len(row), 'value')}, but the first line names {counted(len(header), 'column')}"
         )
     if not _is_text(row):
         return BadLine(where, "not UTF-8 text")

@@ -43,7 +43,9 @@ class Source:
         others = {path.resolve() for path in without}
         self.files = [file for file in files if file.path.resolve() not in others]
         if not self.files:
-            raise ConfigError(f"{key}: data.eval has all of its {counted(len(files), 'file')}; no training data.")
+            raise ConfigError(
+                f"{key}: no training data: {counted(len(files), 'file is', 'files are')} also in data.eval."
+            )
         self.format: RecordFormat | None = None
         self.count: int | None = None
         self._sought = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -103,14 +102,14 @@ class _Download:
 
         if self._offline:
             return self._download()
-        began = time.time()
         identity = json.dumps([self._name, self._revision, self._subfolder, self._with_weights])
         locks = self._cache / ".locks" / "ds_trainer"
         locks.mkdir(parents=True, exist_ok=True)
         lock = locks / hashlib.sha256(identity.encode()).hexdigest()[:32]
         result = lock.with_suffix(".json")
+        before = result.stat().st_mtime_ns if result.is_file() else None
         with WeakFileLock(f"{lock}.lock"):
-            if result.is_file() and result.stat().st_mtime >= began:
+            if result.is_file() and result.stat().st_mtime_ns != before:
                 cached = Path(read_json(result)["directory"])  # downloaded by another process while this one waited
                 if cached.is_dir():
                     return cached

@@ -38,7 +38,7 @@ def test_figures():
     assert figures.notices == {"truncated": 1}
     assert figures.refused == {"bad_messages": 1}
     assert "refused       1: chat.jsonl:9: the conversation has no messages." in text
-    assert "1 samples: longer than max_length; their first tokens are kept (chat.jsonl:3)" in text
+    assert "1 sample: longer than max_length; their first tokens are kept (chat.jsonl:3)" in text
     assert "max 64" in text
     trained = sum(figures.trained)
     assert f"trained on {trained:,} ({trained / sum(figures.lengths):.1%};" in text

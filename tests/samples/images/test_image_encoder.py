@@ -137,7 +137,7 @@ def test_problems_are_named(images: list[str], tmp_path: Path) -> None:
         (record([user("<image><image>"), says("a")], images[:1]), "refer to more images than it has"),
         (record([user("<image>"), says("a")], images[:2]), "has 2 images, but its messages refer to fewer"),
         (record([says("a")], images[:1]), "no message of the user"),
-        (record([user("<|image_pad|>"), says("a")], images[:1]), "has 1 images, but its text has '<|image_pad|>' 2"),
+        (record([user("<|image_pad|>"), says("a")], images[:1]), "has 1 image, but its text has '<|image_pad|>' 2"),
         (record([user("x"), says("a")], [str(damaged)]), "damaged.png' cannot be read: "),
         (record([user("x"), says("a")], [str(long)]), "the processor refuses an image: .*aspect ratio"),
         (record([user([{"type": "video", "video": "x"}]), says("a")]), "part of type 'video'; only images are read"),

@@ -167,7 +167,7 @@ MESSAGES: list[Case] = [
     ),
     (
         line({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAY]}),
-        "the turns refer to 1 images, but the sample has 0",
+        "the turns refer to 1 image, but the sample has 0",
     ),
     (
         one(role="assistant", content=[{"type": "image", "image": "missing.png"}]),
@@ -203,7 +203,7 @@ SHAREGPT: list[Case] = [
     (line({"conversations": {"0": ASK}}), "'conversations' must be a list of turns, got a mapping"),
     (
         share({"from": "human", "value": "<image>?"}, SAY, images=["good.png"] * 2),
-        "1 images, but the sample has 2",
+        "1 image, but the sample has 2",
     ),
 ]
 

@@ -93,7 +93,7 @@ def test_there_are_at_least_two_hundred() -> None:
 
 
 TABLES = [
-    ("x.csv", b"prompt,completion\na,b\nc\n", "x.csv:3: has 1 values, but the first line names 2 columns"),
+    ("x.csv", b"prompt,completion\na,b\nc\n", "x.csv:3: has 1 value, but the first line names 2 columns"),
     ("x.csv", b"prompt,completion\na,b,c\n", "x.csv:2: has 3 values, but the first line names 2 columns"),
     ("x.csv", b'prompt,completion\n"a\nb",c\nd,\xff\n', "x.csv:4: not UTF-8 text"),
     ("x.csv", b'prompt,completion\na,"b"c\n', "x.csv:2: not valid CSV: ',' expected after '\"'"),
@@ -105,7 +105,7 @@ TABLES = [
     ("x.csv", b"messages\n[{}]\n", "x.csv:2: turn 1 of 'messages' has no 'role'"),
     ("x.csv", b"messages\nhello\n", "x.csv:2: 'messages' is a text, and not valid JSON"),
     ("x.csv", b"a,b\n1,2\n", "x.csv:2: no known format; its keys are 'a', 'b'. Known: messages; conversations"),
-    ("x.tsv", b"prompt\tcompletion\na\n", "x.tsv:2: has 1 values, but the first line names 2 columns"),
+    ("x.tsv", b"prompt\tcompletion\na\n", "x.tsv:2: has 1 value, but the first line names 2 columns"),
     ("x.tsv", b"prompt\tcompletion\na\t \n", "x.tsv:2: 'completion' is empty"),
     ("x.json", b'[{"text": "a"},\n5]', "x.json:2: expected a mapping with 'text', got a number"),
     ("x.json", b'[{"text": "a"},\n\n{"text": null}]', "x.json:3: 'text' is null"),

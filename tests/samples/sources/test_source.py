@@ -212,7 +212,7 @@ def test_a_source_describes_itself(tmp_path: Path) -> None:
 def test_all_files_of_training_are_for_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}')
-    with pytest.raises(ConfigError, match=r"data.eval has all of its 1 file; no training data"):
+    with pytest.raises(ConfigError, match=r"no training data: 1 file is also in data.eval"):
         Source(SourceSpec(path=(str(path),)), "data.train", {path.resolve()})
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,3 +104,15 @@ def test_models_that_cannot_be_downloaded_are_reported(hub: HubServer, tmp_path:
 def test_offline(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"access to the Hub is disabled.*HF_HUB_OFFLINE.*`hf download me/llama`"):
         model_directory(NAME, cache_dir=str(tmp_path), local_files_only=True)
+
+
+def test_a_clock_that_was_set_back_does_not_hide_a_new_revision(hub: HubServer, tmp_path: Path) -> None:
+    """The record of an earlier download may be younger than the present: it is not of a process that ran beside."""
+    directory, cache = saved("llama", tmp_path / "model"), tmp_path / "cache"
+    stored(hub, Path(directory))
+    model_directory(NAME, cache_dir=str(cache))
+    (record,) = (cache / ".locks" / "ds_trainer").glob("*.json")
+    os.utime(record, (time.time() + 3600,) * 2)
+    before = len(hub.requests)
+    model_directory(NAME, cache_dir=str(cache))
+    assert len(hub.requests) > before

@@ -156,5 +156,5 @@ def test_a_run_that_is_stopped_early_keeps_its_profile(tmp_path: Path) -> None:
 def test_a_step_that_fails_stops_the_profiler(tmp_path: Path) -> None:
     ((ended, on, log),) = pool(1).run(ended_early, str(tmp_path), "error")
     assert (ended, on) == ("ValueError", False)
-    assert "the profile is lost after 1 steps: a step failed (ValueError)" in log
+    assert "the profile is lost after 1 step: a step failed (ValueError)" in log
     assert not (tmp_path / "profile").exists()
