@@ -34,7 +34,7 @@ NOT_HERE = {
     r"torchrun --nproc-per-node 2 examples/": "tests/examples/test_tutorial.py runs it on forked ranks",
     r"ds-trainer run .*--nproc-per-node 8": "needs 8 GPUs; tests/as_transformers has 2 ranks",
     r"ds-trainer run .*--hostfile": "needs two machines; tests/cluster has two",
-    r"ds-trainer ((init|train) lora\.yaml|chat runs/lora-merged)": "needs a model of the Hub; without it init writes no lora.yaml",
+    r"ds-trainer ((init|train) lora\.yaml|chat runs/lora-merged)": "needs the Hub; else init writes no file",
     r"ds-trainer (train chat\.yaml|chat runs/chat )": "trains for minutes on 1,500 conversations",
     r"ds-trainer init$": "asks in a terminal; tests/cli/test_init.py answers",
     r"ds-trainer plan .* --this-machine": "needs a GPU",
