@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.model.expert_division import expert_problems
+from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.expert_models import CONFIGURATIONS, VOCABULARY, maker
 from tests.support.oracle import Trajectory, train_plainly
@@ -134,3 +137,21 @@ def test_other_axes(case: Case, tmp_path: Any) -> None:
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_families(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)
+
+
+def test_models_that_cannot_be_divided_are_refused_with_the_remedy() -> None:
+    model = maker("qwen3_moe")()
+    assert expert_problems(model, 2) == []
+    (uneven,) = expert_problems(model, 3)
+    assert "does not divide the 4 experts of model.layers.0.mlp.experts. Set it to 1 or 2 or 4." in uneven
+    (without,) = expert_problems(torch.nn.Linear(2, 2), 2)
+    assert "Linear has no experts that can be divided" in without
+    peft = pytest.importorskip("peft")
+    adapters = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    (adapted,) = expert_problems(peft.get_peft_model(model, peft.LoraConfig(r=2, **adapters)), 2)
+    assert "wrapped by an adapter library" in adapted
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expert_parallel_size=3 must divide the 4 ranks .* Set it to 2 or 4\."):
+        ParallelLayout(8, tp=2, ep=3)
