@@ -106,11 +106,24 @@ class ExpertExchange:
         tokens, k = experts.shape
         call: _CheckpointedCall | None = getattr(_running, "call", None)
         route = self._new_route(experts) if call is None else call.route(lambda: self._new_route(experts))
-        rows = _Exchanged.apply(hidden[route.order // k], self._group, route.sent, route.received, 1)
+        rows = _Exchanged.apply(hidden[route.order // k], self, route.sent, route.received, 1)
         results = self._product(module, rows, route.local[:, None], rows.new_ones(len(rows), 1))
-        results = _Exchanged.apply(results[:-1], self._group, route.received, route.sent, 0)
+        results = _Exchanged.apply(results[:-1], self, route.received, route.sent, 0)
         pairs = torch.empty_like(results).index_copy(0, route.order, results).view(tokens, k, results.shape[-1])
         return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def send(
+        self,
+        arriving: torch.Tensor,
+        rows: torch.Tensor,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
+    ) -> None:
+        """``all_to_all_single`` with the ranks of the experts; an error of it names the layer."""
+        try:
+            all_to_all_single(arriving, rows, received, sent, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._name}: the exchange of tokens with other ranks has failed. {error}") from error
 
     @torch.no_grad()
     def _new_route(self, experts: torch.Tensor) -> Route:
@@ -119,7 +132,7 @@ class ExpertExchange:
         # Of one size on all devices: bincount would make a GPU wait for the largest number.
         counts = ids.new_zeros(self._ranks * self._local_experts).scatter_add_(0, ids, torch.ones_like(ids))
         arriving = torch.empty_like(counts)
-        all_to_all_single(arriving, counts, group=self._group)
+        self.send(arriving, counts)
         both = torch.stack([counts, arriving]).view(2, self._ranks, -1)
         sent, received = both.sum(2).tolist()  # the one wait of the host
         local = torch.arange(self._local_experts, device=ids.device).repeat(self._ranks)
@@ -132,23 +145,23 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, rows: torch.Tensor, group: ProcessGroup, sent: list[int], received: list[int], padding: int
+        context: Any, rows: torch.Tensor, exchange: ExpertExchange, sent: list[int], received: list[int], padding: int
     ) -> torch.Tensor:
-        context.group, context.sent, context.received = group, sent, received
-        return _all_to_all(rows, group, sent, received, padding)
+        context.exchange, context.sent, context.received = exchange, sent, received
+        return _all_to_all(rows, exchange, sent, received, padding)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         arrived = gradient[: sum(context.received)]
-        return _all_to_all(arrived, context.group, context.received, context.sent, 0), None, None, None, None
+        return _all_to_all(arrived, context.exchange, context.received, context.sent, 0), None, None, None, None
 
 
 def _all_to_all(
-    rows: torch.Tensor, group: ProcessGroup, sent: list[int], received: list[int], padding: int
+    rows: torch.Tensor, exchange: ExpertExchange, sent: list[int], received: list[int], padding: int
 ) -> torch.Tensor:
     arriving = sum(received)
     result = rows.new_empty((arriving + padding, *rows.shape[1:]))
     result[arriving:].zero_()
-    all_to_all_single(result[:arriving], rows.contiguous(), received, sent, group=group)
+    exchange.send(result[:arriving], rows.contiguous(), received, sent)
     return result
