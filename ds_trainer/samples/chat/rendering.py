@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+from ds_trainer.samples.chat.bounds import MOST_STEPS, Excess, compiled
 from ds_trainer.samples.chat.messages import Message
 from ds_trainer.samples.chat.problems import RenderError
-from ds_trainer.samples.chat.templates import has_markers, refuse_excess, with_fixed_date
+from ds_trainer.samples.chat.templates import has_markers, with_fixed_date
+from ds_trainer.utils.errors import ConfigError
 
 # A text that no data and no template has; templates neither trim nor escape it.
 SENTINEL = "\u241fds7q\u241f"
@@ -34,15 +38,16 @@ class Renderer:
     """
 
     def __init__(self, template: str, tokenizer: Any, template_kwargs: dict[str, Any], date: str) -> None:
-        refuse_excess(template)
         self.template = template
         self.markers = has_markers(template)
         self._dated, dates = with_fixed_date(template, date)
         self._variables = {**tokenizer.special_tokens_map, **template_kwargs, **dates}
+        self._is_new = True  # until its first texts are rendered, which have a few words
         self._arguments_as_text = False
         self._empty_content: str | None = ""
         self.prompts = self._writes_generation_prompt()
         self.renders_tool_calls = self._find_tool_call_form()
+        self._is_new = False
 
     def render(self, messages: Sequence[Message], tools: list[Message] | None, prompt: bool = False) -> str:
         """The text of ``messages``, with the generation prompt at the end if ``prompt``.
@@ -57,30 +62,33 @@ class Renderer:
     ) -> Rendered:
         """As :meth:`render`, with the blocks that the template marks."""
         import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
 
+        blocks: list[str] = []
+        marked: list[tuple[int, int]] = []
+        given = [self._as_given(message) for message in messages]
         try:
-            texts, marked = render_jinja_template(
-                conversations=[[self._as_given(message) for message in messages]],
-                tools=tools,
-                chat_template=self._dated,
-                return_assistant_tokens_mask=markers,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
+            template, meter = compiled(self._dated, threading.get_ident())
+            meter.begin(meter.written([given, tools, self._variables]), MOST_STEPS // (8 if self._is_new else 1))
+            with template.environment.activate_tracker(blocks, marked) if markers else nullcontext():
+                for block in template.generate(
+                    **self._variables, messages=given, tools=tools, documents=None, add_generation_prompt=prompt
+                ):
+                    blocks.append(block)  # one by one: the tracker reads the list meanwhile
+        except Excess as error:
+            raise (ConfigError(f"{error}.") if self._is_new else error) from error
         except jinja2.TemplateError as error:
             raise RenderError(str(error) or type(error).__name__) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RenderError(f"{type(error).__name__}: {error}") from error
         except (MemoryError, RecursionError) as error:
             raise RenderError(f"it takes too much memory or is nested too deeply ({type(error).__name__})") from error
-        return Rendered(texts[0], [(start, end) for start, end in marked[0] if end > start] if markers else [])
+        return Rendered("".join(blocks), [(start, end) for start, end in marked if end > start])
 
     def _as_given(self, message: Message) -> Message:
         """The message in the form that this template reads."""
         rendered = dict(message)
         if "reasoning_content" in rendered:
-            rendered[_REASONING_ALIAS] = rendered["reasoning_content"]
+            rendered = {_REASONING_ALIAS: rendered["reasoning_content"], **rendered}
         if calls := rendered.get("tool_calls"):
             if not rendered["content"]:
                 rendered["content"] = self._empty_content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import re
 from typing import Any
 
@@ -69,9 +68,6 @@ _PLAIN = (
 NAMED_TEMPLATES = {"chatml": _CHATML, "plain": _PLAIN}
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-_MOST = 1_000_000
-_WIDE = re.compile(r"(?:%[-+ #0]*|:\S?[<>=^]?)\d{7,}")  # widths of the two kinds of format strings
 _DATE_CALL = re.compile(r"strftime_now\(\s*([^)]*?)\s*\)")
 
 
@@ -130,70 +126,3 @@ def with_fixed_date(template: str, date: str) -> tuple[str, dict[str, Any]]:
     macro = "{% macro strftime_now(format) %}{{ fixed_dates[format] }}{% endmacro %}"
     # A newline right after a block is removed (trim_blocks): one that begins the template needs another before it.
     return macro + ("\n" if template.startswith("\n") else "") + template, {"fixed_dates": dates}
-
-
-def refuse_excess(template: str) -> None:
-    """Refuse a template that would ask for memory or time without end: ``'a' * 10**10``, ``9**9**9``.
-
-    Jinja computes constants when it compiles, so this looks at the constants of the text, and runs nothing. Values that
-    grow in loops or from data are not found; the sandbox of transformers bounds ``range``.
-
-    Raises:
-        ConfigError: names the expression's line.
-    """
-    import jinja2
-
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        for node in environment.parse(_GENERATION.sub("", template)).iter_child_nodes():
-            _constant(node)
-    except ConfigError:
-        raise
-    except (jinja2.TemplateError, ValueError):  # ValueError: a number of more digits than Python reads
-        return  # said where it is rendered
-    except RecursionError:
-        raise ConfigError("The chat template is nested too deeply.") from None
-
-
-def _constant(node: Any) -> Any:
-    """The value of a constant expression, a number or a text, after a check of all that is in it; otherwise None."""
-    from jinja2 import nodes
-
-    values = [_constant(child) for child in node.iter_child_nodes()]
-    numbers = [value for value in values if isinstance(value, int | float)]
-    if isinstance(node, nodes.Const | nodes.TemplateData):
-        value = node.value if isinstance(node, nodes.Const) else None
-        if isinstance(value, str) and _WIDE.search(value):
-            raise _excess(node)
-        return value if isinstance(value, int | float | str) and not isinstance(value, bool) else None
-    if isinstance(node, nodes.List | nodes.Tuple):
-        return " " * len(values)  # as long as it
-    if isinstance(node, nodes.Mul):
-        size = math.prod(len(value) if isinstance(value, str) else value for value in values if value is not None)
-        if any(abs(number) > _MOST for number in numbers) or abs(size) > _MOST:
-            raise _excess(node)
-        if len(numbers) == 1 and any(isinstance(value, str) for value in values):
-            return " " * int(max(size, 0))
-        return size if len(numbers) == 2 else None
-    if isinstance(node, nodes.Pow):
-        if len(numbers) < 2 or abs(numbers[1]) > 64 or abs(numbers[0]) > _MOST or abs(_power(*numbers)) > _MOST:
-            raise _excess(node)
-        return _power(*numbers)
-    if isinstance(node, nodes.Call | nodes.Filter) and any(abs(number) > _MOST for number in numbers):
-        raise _excess(node)
-    if isinstance(node, nodes.Neg | nodes.Pos):
-        return values[0] if numbers else None
-    if isinstance(node, nodes.Add | nodes.Sub):
-        return sum(map(abs, numbers)) if len(numbers) == 2 else None
-    return None
-
-
-def _power(base: float, exponent: float) -> float:
-    try:
-        return abs(float(base)) ** float(exponent)
-    except ArithmeticError:
-        return math.inf
-
-
-def _excess(node: Any) -> ConfigError:
-    return ConfigError(f"Line {node.lineno} of the chat template makes a value of more than {_MOST:,} characters.")
