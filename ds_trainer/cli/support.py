@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ds_trainer.arguments.accelerator_config import EFFECTS
-from ds_trainer.arguments.checks.unsupported import ENGINE, SupportedValues
+from ds_trainer.arguments.checks.unsupported import ENGINE
 from ds_trainer.config.library_optimizer_table import LIBRARY
 from ds_trainer.config.optimizer_types import OF_NAME, TYPES
 from ds_trainer.config.rules import RULES, Rule
@@ -64,7 +64,7 @@ def support_matrix() -> str:
         table(("optim", "class", "pip install", "ZeRO", "CPU", "optim_args", "note"), _library()),
         "## Arguments for other engines",
         "Accepted at their defaults, so that scripts run unchanged. Any other value is rejected.",
-        table(("argument", "instead"), _supported(ENGINE)),
+        table(("argument", "instead"), [(f"`{row.field}`", row.instead) for row in ENGINE]),
         "## Settings of accelerate",
         "All fields of `accelerator_config` are accepted, and can be read on `args.accelerator_config`. Loaders that a "
         "script passes to `accelerator.prepare` follow them as in accelerate; for the Trainer's own:",
@@ -129,10 +129,6 @@ def _library() -> list[tuple[str, ...]]:
         )
         for name, row in LIBRARY.items()
     ]
-
-
-def _supported(rows: Iterable[SupportedValues]) -> list[tuple[str, ...]]:
-    return [(f"`{row.field}`", row.instead) for row in rows]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -84,12 +84,16 @@ class _Kept:
         elif not self._deep:
             return
         elif isinstance(value, torch.Tensor):
-            if value.numel() <= _LARGEST and not value.requires_grad and not _is_inert(value):
+            if (
+                value.numel() <= _LARGEST
+                and not value.requires_grad
+                and not (value.is_inference() or hasattr(value, "ds_id"))
+            ):
                 self._tensors.append((value, value._version, value.clone()))
         elif isinstance(value, (MethodType, functools.partial)):
             parts = [value.__func__, value.__self__] if isinstance(value, MethodType) else [value.func, *value.args]
             self._ahead += parts
-        elif _is_of_script(value) and not _has_weights(value):
+        elif _is_of_script(value) and not (isinstance(value, nn.Module) and any(True for _ in value.parameters())):
             self._keep_object(value)
 
     def _keep_container(self, value: Any) -> None:
@@ -179,15 +183,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (*_LEAVES, torch.Tensor, np.ndarray)) or type(value) in _CONTAINERS:
         return True
     return _is_of_script(value) and not isinstance(value, (type, nn.Module))
-
-
-def _is_inert(tensor: torch.Tensor) -> bool:
-    """Whether nothing can write to it in place, or a weight that ZeRO-3 holds elsewhere."""
-    return tensor.is_inference() or hasattr(tensor, "ds_id")
-
-
-def _has_weights(value: Any) -> bool:
-    return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
 
 
 def _is_of_script(value: Any) -> bool:

@@ -140,20 +140,20 @@ def likely_rank(environment: Mapping[str, str]) -> int:
         return resolve_ranks(environment).rank
     except ConfigError:
         candidates = ["RANK", *(names.rank for names in _MPI), "SLURM_PROCID"]
-        given = [environment[name] for name in candidates if environment.get(name, "").isdigit()]
-        return int(given[0]) if given else 0
+        given = [number for name in candidates if (number := _number(environment.get(name, ""))) is not None]
+        return given[0] if given else 0
 
 
 def known_local_size(environment: Mapping[str, str]) -> int | None:
     """Number of ranks on this machine; None if the launcher does not set it."""
     names = ("LOCAL_WORLD_SIZE", *_LOCAL_SIZES, *(names.local_size for names in _MPI))
-    sizes = [int(text) for name in names if (text := environment.get(name, "")).isdigit()]
-    counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
-    if "SLURM_STEP_ID" in environment and counts and node.isdigit():
-        each = [
-            int(size) for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))
-        ]
-        sizes += each[int(node) : int(node) + 1]
+    sizes = [number for name in names if (number := _number(environment.get(name, ""))) is not None]
+    counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environment.get("SLURM_NODEID", ""))
+    if "SLURM_STEP_ID" in environment and node is not None:
+        for size, times in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", counts):
+            if node < int(times or 1):
+                return max([*sizes, int(size)])
+            node -= int(times or 1)
     return max(sizes, default=None)
 
 
@@ -195,8 +195,8 @@ def _from_slurm_step(environment: Mapping[str, str]) -> RankInfo:
     if environment.get("MASTER_PORT"):
         port = _integer(environment, "MASTER_PORT")
     else:
-        step = environment["SLURM_STEP_ID"]
-        offset = int(environment.get("SLURM_JOB_ID", "0")) * 7 + (int(step) if step.isdigit() else 0)
+        job = _integer(environment, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environment else 0
+        offset = job * 7 + (_number(environment["SLURM_STEP_ID"]) or 0)
         port = _FIRST_PORT + offset % _PORTS
     return RankInfo(rank, world_size, _integer(environment, "SLURM_LOCALID"), address or "127.0.0.1", port, "srun")
 
@@ -305,9 +305,17 @@ def first_host(node_list: str) -> str:
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    if not re.fullmatch(r"\d+", text):
-        raise ConfigError(f"The environment variable {name}={text!r} must be a whole number; the launcher sets it.")
-    return int(text)
+    number = _number(text)
+    if number is None:
+        raise ConfigError(
+            f"The environment variable {name}={text[:99]!r} must be a whole number; the launcher sets it."
+        )
+    return number
+
+
+def _number(text: str) -> int | None:
+    """A whole number as launchers write it; of other digits and of thousands ``int`` makes a number or a bare error."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def _check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> None:

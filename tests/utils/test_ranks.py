@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
+
 import pytest
 
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.ranks import RankInfo, first_host, likely_rank, resolve_ranks
+from ds_trainer.utils.ranks import RankInfo, first_host, known_local_size, likely_rank, resolve_ranks
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 STEP = {
@@ -59,11 +62,33 @@ def test_an_incomplete_environment_is_rejected_with_all_values(missing: str) -> 
         ({"RANK": "8"}, "RANK=8, which is not below WORLD_SIZE=8"),
         ({"RANK": "two"}, "RANK='two' must be a whole number"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1' must be a whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999, which is not a valid port"),
+        ({"RANK": "3" * 5000}, "RANK='3{99}' must be a whole number"),  # more digits than Python reads
+        ({"WORLD_SIZE": "\u0663"}, "must be a whole number"),  # a digit of another script
+        ({"LOCAL_RANK": "\u00b2"}, "must be a whole number"),
+        ({"MASTER_PORT": "29500.0"}, "must be a whole number"),
     ],
 )
 def test_contradictions_are_rejected(change: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_ranks({**LAUNCHED, **change})
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "1.5", "9" * 5000, "\u00b2", "\u0663", "0x1", "1_0"])
+def test_numbers_of_launchers_that_are_none_end_in_one_error(text: str) -> None:
+    """And the printer of that error still finds a rank."""
+    step = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    for known in (OMPI, HYDRA, step):
+        for name in known:
+            if not re.search("RANK$|SIZE|PROCID|NTASKS|NUM_TASKS|JOB_ID|LOCALID", name) or name == "PMIX_RANK":
+                continue
+            environment = {**known, **MEETING, name: text}
+            if known is step:
+                del environment["MASTER_PORT"]  # then it follows from the number of the job
+            with suppress(ConfigError):
+                resolve_ranks(environment)
+            assert likely_rank(environment) >= 0
+            known_local_size({**environment, "SLURM_NODEID": text, "SLURM_STEP_TASKS_PER_NODE": text})
 
 
 @pytest.mark.parametrize(

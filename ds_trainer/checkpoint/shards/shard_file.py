@@ -78,7 +78,9 @@ def plan_shard_file(
     metadata = {
         "format": "pt",
         _SLICES: json.dumps({shard_key(s.name, s.kind): s.slice.to_json() for s in ordered}),
-        "scalars": json.dumps(_scalars_to_json(scalars)),
+        "scalars": json.dumps(
+            {name: {key: _scalar_to_json(value) for key, value in of.items()} for name, of in scalars.items()}
+        ),
     }
     elsewhere = {key: locations[key] for s in ordered if only_in_model(s) for key in (shard_key(s.name, s.kind),)}
     if elsewhere:
@@ -140,10 +142,6 @@ def write_bytes(stream: BinaryIO, tensor: torch.Tensor) -> None:
     flat = tensor.detach().reshape(-1).cpu().view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK):
         stream.write(flat[start : start + _CHUNK].numpy().data)
-
-
-def _scalars_to_json(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: {key: _scalar_to_json(value) for key, value in of.items()} for name, of in scalars.items()}
 
 
 def _scalar_to_json(value: Any) -> Any:

@@ -137,13 +137,11 @@ def _tools(tools: Any, refuse: Any) -> list[Message] | None:
             raise refuse(f"'tools' is not JSON: {error}.") from None
     if not tools:
         return None
-    if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools
+    ):
         raise refuse("'tools' is not a list of functions.")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-
-
-def _is_function(tool: Any) -> bool:
-    return isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
 
 
 def with_inserted(message: Message, inserted: str) -> Iterator[Message]:

@@ -73,7 +73,12 @@ def check_conversation(value: Any, key: str, directory: Path, unread: set[str]) 
                 checked.append({"role": role, "content": check_text(turn[str(entry)], f"{entry!r} of {name}")})
         else:
             message = _turn(turn, name, directory)
-            if message["role"] == "assistant" and checked and checked[-1]["role"] == "assistant" and _is_call(turn):
+            if (
+                message["role"] == "assistant"
+                and checked
+                and checked[-1]["role"] == "assistant"
+                and any(turn.peek(key) in _CALLS for key in _ROLE_KEYS)
+            ):
                 # A turn of its own in the file, but what the model writes in one turn: a text and calls.
                 checked[-1]["tool_calls"] = [*checked[-1].get("tool_calls", ()), *message["tool_calls"]]
                 checked[-1] |= {"train": False} if message.get("train") is False else {}
@@ -200,10 +205,6 @@ def _turn(turn: ReadKeys, name: str, directory: Path) -> dict[str, Any]:
         message["content"] = _parts_by_offset(message["content"], turn["train_detail"], name)
         message.setdefault("train", True)
     return message
-
-
-def _is_call(turn: ReadKeys) -> bool:
-    return any(turn.peek(key) in _CALLS for key in _ROLE_KEYS)
 
 
 def _trained(turn: ReadKeys, answers: bool, name: str) -> dict[str, bool]:

@@ -121,7 +121,9 @@ def compatibility_of(
         total = "scheduler.params.total_num_steps"
         by_length = total in config and total not in of_file  # auto
     else:
-        by_length = not user_schedule and _depends_on_length(args)
+        by_length = not user_schedule and (
+            str(args.lr_scheduler_type) in map(str, _BY_LENGTH) or 0 < args.warmup_steps < 1
+        )
     found["max_steps"] = max_steps if by_length else None
     samples = None if train_dataset is None else length_of(train_dataset)
     found["train_dataset"] = None if samples is None else batch_plan.samples_used(samples)
@@ -132,10 +134,6 @@ def compatibility_of(
         if path.partition(".")[0] in _ENGINE:
             found[f"deepspeed.{path}"] = value
     return dict(json.loads(json.dumps(found, default=str)))
-
-
-def _depends_on_length(args: TrainingArguments) -> bool:
-    return str(args.lr_scheduler_type) in map(str, _BY_LENGTH) or 0 < args.warmup_steps < 1
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
     for name, value in metrics.items():
         if name in losses:
             loss_values.append(float(value))
-        elif _is_number(value) and name not in excluded and not name.endswith(_SPEED) and not _is_memory(name):
+        elif _is_number(value) and name not in excluded and not name.endswith(_SPEED) and not _MEMORY.search(name):
             measured.append(float(value))
     if not measured and not loss_values:
         raise SearchError(
@@ -63,7 +63,3 @@ def checked_objective(objective: Any, directions: int | None) -> float | list[fl
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_memory(name: str) -> bool:
-    return _MEMORY.search(name) is not None
