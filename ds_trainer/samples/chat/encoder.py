@@ -60,11 +60,10 @@ class Encoder:
         self.options = dataclasses.replace(options, chat_template=template)
         self._special = special_tokens(tokenizer)
         self._beginning = beginning_tokens(tokenizer)
-        self._renderer = (
-            None
-            if template is None
-            else Renderer(template, self.tokenizer, dict(self.options.template_kwargs), self.options.date)
-        )
+        self._renderer = None if template is None else self._make_renderer(template)
+
+    def _make_renderer(self, template: str) -> Renderer:  # images have another
+        return Renderer(template, self.tokenizer, dict(self.options.template_kwargs), self.options.date)
 
     def identity(self) -> dict[str, Any]:
         """What decides the samples besides tokenizer, options and code; a part of the key of prepared samples."""
