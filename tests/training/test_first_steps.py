@@ -294,18 +294,6 @@ def test_rates_that_are_refused(tmp_path: Path) -> None:
     negative(lambda one: lambdas.OneCycleLR(one, 1e-3, total_steps=5), r"total_steps=5, but the run has 20")
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_a_model_of_which_nothing_is_trained(adapters: bool, tmp_path: Path) -> None:
-    """As PeftModel.from_pretrained loads adapters unless it is told that they are trained."""
-    from peft import LoraConfig, get_peft_model
-
-    model = tiny_llama().requires_grad_(False)
-    if adapters:
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], inference_mode=True))
-    with pytest.raises(ConfigError, match=r"^Nothing of \w+ is trained: .*" + ("is_trainable" if adapters else "")):
-        train(tmp_path, model, zero_stage=3)
-
-
 def test_small_rate_of_adapters(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -1,4 +1,4 @@
-"""Ties that broke and evaluation samples in the training data are said; healthy runs of many kinds say nothing."""
+"""Ties that broke, evaluation samples in the training data, frozen models are said; healthy runs say nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ds_trainer import Trainer, TrainingArguments
+from ds_trainer import ConfigError, Trainer, TrainingArguments
 from tests.support.models import VOCABULARY, tiny_llama
 from tests.support.pool import pool
 from tests.training.test_first_steps import Classes, classes, rows, train
@@ -179,3 +179,15 @@ def test_healthy_runs_are_silent(name: str, tmp_path: Path) -> None:
     kind, given = HEALTHY[name]
     [found] = pool(1).run(warned, str(tmp_path), kind, given)
     assert not found, found
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_model_of_which_nothing_is_trained(adapters: bool, tmp_path: Path) -> None:
+    """As PeftModel.from_pretrained loads adapters unless it is told that they are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_llama().requires_grad_(False)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], inference_mode=True))
+    with pytest.raises(ConfigError, match=r"^Nothing of \w+ is trained: .*" + ("is_trainable" if adapters else "")):
+        train(tmp_path, model, zero_stage=3)
