@@ -151,7 +151,7 @@ def not_covered(recipe: Recipe) -> list[str]:
     """What a recipe asks for and the estimates do not know, one sentence each."""
     config = _deepspeed(recipe)
     zero = config.get("zero_optimization")
-    asked = {**config, **(zero if isinstance(zero, dict) else {})}
+    asked = {**recipe.arguments, **config, **(zero if isinstance(zero, dict) else {})}
     optimizer = asked.get("offload_optimizer")
     if isinstance(optimizer, dict):
         asked["super_offload"] = optimizer.get("super_offload")
@@ -172,7 +172,7 @@ _NOT_COVERED = (
         "ZenFlow: the optimizer step overlaps with the next ones, and selected gradients stay on the device",
     ),
     (("super_offload",), "SuperOffload, which splits the optimizer between device and host"),
-    (("expert_parallel",), "expert parallelism: experts are counted as if every rank had all of them"),
+    (("expert_parallel_size",), "expert parallelism: experts are counted as without it, and no exchange of tokens"),
     (("compile",), "DeepSpeed's compiler, which decides what is kept"),
 )
 

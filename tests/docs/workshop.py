@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from tests.examples.conftest import ROOT
-from tests.support.chat_model import save_adapters, save_chat_model
+from tests.support.chat_model import save_adapters, save_chat_model, save_moe
 from tests.support.shell import Shell
 
 _LLAMA = {
@@ -80,6 +80,9 @@ def make_workshop(path: Path, shell: Shell) -> Path:
         shutil.copytree(path / "NAME", path / name)
     for name in ("RECIPE", "recipe.yaml"):
         (path / name).write_text(_RECIPE)
+    save_moe(path / "moe")
+    page = (ROOT / "docs" / "how-to" / "train-moe.md").read_text(encoding="utf-8")
+    (path / "moe.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
     (path / "train.py").write_text(_SCRIPT.replace("MODULE", "ds_trainer"))
     (path / "script.py").write_text(_SCRIPT.replace("MODULE", "transformers"))
     (path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")

@@ -55,6 +55,33 @@ def save_chat_model(
     return directory
 
 
+def save_moe(directory: Path) -> Path:
+    """Write a two-layer Qwen3-MoE with 8 experts, random weights and :func:`chat_tokenizer`; returns ``directory``."""
+    import torch
+    import transformers
+
+    tokenizer = chat_tokenizer()
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 def save_adapters(directory: Path, base: Path, seed: int = 1, **config: Any) -> Path:
     """Write LoRA adapters with random values for the model in ``base``; returns ``directory``."""
     import torch
