@@ -73,6 +73,8 @@ class Meter:
         """At most so many characters result from the filter or the method of texts ``name``."""
         numbers = sum(abs(other) for other in others if isinstance(other, int))
         texts = [other for other in others if isinstance(other, str)]
+        if name == "is":  # a test reads what it compares with
+            return self.written(others)
         own = _size(value)
         if name == "replace" and len(texts) > 1:
             return own + str(value).count(texts[0]) * len(texts[1])
@@ -153,15 +155,6 @@ def compiled(template: str, thread: int) -> tuple[Any, Meter]:
 
         return counted
 
-    def counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def counted(*args: Any) -> Any:
-            for other in args[1:]:
-                meter.read(other, hashed=True)
-            return function(*args)
-
-        return counted
-
     def output(value: Any) -> Any:
         meter.spend(len(value) if type(value) is str else meter.written(value))
         return value
@@ -169,7 +162,7 @@ def compiled(template: str, thread: int) -> tuple[Any, Meter]:
     environment.call, environment.call_binop, environment.finalize = counted_call, counted_operation, output
     environment.intercepted_binops = frozenset({"+", "*", "**", "%"})
     environment.filters = {name: counted_filter(name, function) for name, function in environment.filters.items()}
-    environment.tests = {name: counted_test(function) for name, function in environment.tests.items()}
+    environment.tests = {name: counted_filter("is", function) for name, function in environment.tests.items()}
     environment.globals.pop("lipsum", None)  # random text
     own = environment.spend, environment.read = meter.spend, meter.read
     return environment.from_string(_with_steps(environment.parse(template))), meter
