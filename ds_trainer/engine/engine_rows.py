@@ -121,7 +121,7 @@ ENGINE_ROWS = (
     Row(
         "engine/expert_parallel.py",
         "gradients of experts are reduced or averaged over wrong ranks",
-        "the micro-batch that is computed with and without divided experts",
+        "the self-test, which trains a mixture where experts are divided",
         relies_on=(
             *of(ENGINE, "_reduce_expert_gradients", "_broadcast_model", "_get_gradients_for_reduction"),
             *of(ZERO12, "average_tensor", "_configure_moe_settings"),

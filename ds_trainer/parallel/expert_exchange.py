@@ -80,6 +80,9 @@ class ExpertExchange:
         local_experts: how many a rank holds.
         product: computes ``(module, rows [n, hidden], experts [n, 1], weights [n, 1]) -> [n, hidden]`` with the experts
             of this rank.
+
+    Attributes:
+        calls: how often it has run.
     """
 
     def __init__(self, name: str, group: ProcessGroup, local_experts: int, product: Callable[..., Any]) -> None:
@@ -88,6 +91,7 @@ class ExpertExchange:
         self._ranks = group.size()
         self._local_experts = local_experts
         self._product = product
+        self.calls = 0
 
     def __call__(
         self, module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -103,6 +107,7 @@ class ExpertExchange:
         Returns:
             ``[tokens, hidden]``, in the dtype of ``hidden``.
         """
+        self.calls += 1
         tokens, k = experts.shape
         call: _CheckpointedCall | None = getattr(_running, "call", None)
         route = self._new_route(experts) if call is None else call.route(lambda: self._new_route(experts))

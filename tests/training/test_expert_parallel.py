@@ -16,7 +16,7 @@ from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.expert_models import CONFIGURATIONS, VOCABULARY, maker
 from tests.support.oracle import Trajectory, train_plainly
-from tests.support.pool import pool
+from tests.support.pool import RankFailure, pool
 from tests.support.runs import train_and_report
 
 STEPS, BATCH, CLIP, RATE = 5, 16, 0.3, 0.5
@@ -155,3 +155,18 @@ def test_models_that_cannot_be_divided_are_refused_with_the_remedy() -> None:
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expert_parallel_size=3 must divide the 4 ranks .* Set it to 2 or 4\."):
         ParallelLayout(8, tp=2, ep=3)
+
+
+def test_experts_whose_forward_was_replaced_are_refused(tmp_path: Any) -> None:
+    """Each rank would use the experts that it holds for all tokens, and nothing would notice."""
+    arguments = {"expert_parallel_size": 2, "zero_stage": 1, "max_steps": 1, "self_test": "never"}
+    with pytest.raises(RankFailure, match=r"model\.layers\.0\.mlp\.experts has run without sending tokens"):
+        pool(2).run(_train, _with_own_forward, str(tmp_path), arguments)
+
+
+def _with_own_forward() -> Any:
+    model = maker("qwen3_moe")()
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.forward = lambda hidden, *_: hidden
+    return model

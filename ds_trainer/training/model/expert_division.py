@@ -31,6 +31,10 @@ _ADAPTED = (
     "expert_parallel_size={size}: {name} is wrapped by an adapter library, and only the model's own experts are "
     "divided. Apply adapters to other layers, or set expert_parallel_size=1."
 )
+_BYPASSED = (
+    "expert_parallel_size: {name} has run without sending tokens to the ranks that hold their experts, so something "
+    "has replaced its forward, such as use_liger_kernel=True. Remove that, or set expert_parallel_size=1."
+)
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
@@ -103,8 +107,15 @@ def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..
         if parameter.shape[:1] == (experts,):
             mark_experts(parameter, experts, groups)
     module.num_experts = experts // groups.layout.ep
+    exchange = ExpertExchange(name, groups.experts, module.num_experts, product)
     # Not a child of the module: it is no part of the model.
-    object.__setattr__(module, _EXCHANGE, ExpertExchange(name, groups.experts, module.num_experts, product))
+    object.__setattr__(module, _EXCHANGE, exchange)
+
+    def check(*_: Any) -> None:
+        if not exchange.calls:
+            raise ConfigError(_BYPASSED.format(name=name))
+
+    module.register_forward_hook(check)
 
 
 def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
