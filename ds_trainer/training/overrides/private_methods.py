@@ -118,9 +118,10 @@ class PrivateMethods(CalledMethods):
             ConfigError: one sentence for each such method.
         """
         super().__init_subclass__(**keywords)
-        bases = [base for base in cls.__mro__ if not base.__module__.startswith("ds_trainer.")]  # mixins, too
-        owners = {name: base for base in reversed(bases) for name in REFUSED if name in vars(base)}
-        problems = [_refusal(f"{base.__qualname__}.{name}", name) for name, base in owners.items()]
+        problems: list[str] = []
+        for base in cls.__mro__:  # of mixins, too
+            if not base.__module__.startswith("ds_trainer."):
+                problems += [_refusal(f"{base.__qualname__}.{name}", name) for name in REFUSED if name in vars(base)]
         if problems:
             raise ConfigError(problems)
 
