@@ -48,11 +48,7 @@ class Serializable:
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """:meth:`to_dict` with nothing but bool, int, float and str, plus the two batch sizes: for trackers."""
-        values = {
-            **self.to_dict(),
-            "train_batch_size": self.train_batch_size,
-            "eval_batch_size": self.eval_batch_size,
-        }
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         return {name: value if type(value) in _SANITARY else str(value) for name, value in values.items()}
 
     def __repr__(self) -> str:

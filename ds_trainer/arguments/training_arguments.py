@@ -288,8 +288,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     )
     max_shard_size: str = _saving("(own) Maximum size of one safetensors file, such as '5GB'.", "5GB")
     enable_jit_checkpoint: bool = _saving(
-        "Save a checkpoint when a signal stops the run (SIGTERM, SIGUSR1, SIGINT), also if save_strategy is no.",
-        False,
+        "Save a checkpoint when a signal stops the run (SIGTERM, SIGUSR1, SIGINT), also if save_strategy is no.", False
     )
     time_limit_margin: float = _saving(
         "(own) Seconds before the job's time limit by which a last checkpoint is complete.", 60.0
@@ -313,8 +312,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     )
     ignore_data_skip: bool = _saving("Start the data from the beginning when resuming.", False)
     restore_callback_states_from_checkpoint: bool = _saving(
-        "When resuming, also restore the constructor arguments of callbacks, not only their state.",
-        False,
+        "When resuming, also restore the constructor arguments of callbacks, not only their state.", False
     )
 
     model_init_kwargs: _Json = _model(

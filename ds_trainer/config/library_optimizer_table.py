@@ -70,12 +70,7 @@ _ADEMAMIX: Own = {
 }
 _RMSPROP: Own = {"alpha": (float,), "eps": (float,), "momentum": (float,), "centered": (bool,)}
 _PROJECTION = "projects the gradient of a matrix"
-_GALORE: Own = {
-    "rank": (int, 128),
-    "update_proj_gap": (int, 200),
-    "scale": (float, 0.25),
-    "proj_type": (str, "std"),
-}
+_GALORE: Own = {"rank": (int, 128), "update_proj_gap": (int, 200), "scale": (float, 0.25), "proj_type": (str, "std")}
 _APOLLO: Own = {
     "rank": (int, 128),
     "proj": (str, "random"),
@@ -140,11 +135,7 @@ LIBRARY: dict[OptimizerNames, LibraryOptimizer] = {
     OptimizerNames.GALORE_ADAMW_8BIT: _galore("GaLoreAdamW8bit", on_cpu=False),
     OptimizerNames.GALORE_ADAFACTOR: _galore("GaLoreAdafactor", _NO_RELATIVE_STEP),
     OptimizerNames.APOLLO_ADAMW: LibraryOptimizer(
-        "apollo-torch",
-        "apollo_torch:APOLLOAdamW",
-        own=_APOLLO,
-        low_rank=True,
-        shape=_PROJECTION,
+        "apollo-torch", "apollo_torch:APOLLOAdamW", own=_APOLLO, low_rank=True, shape=_PROJECTION
     ),
     OptimizerNames.GROKADAMW: LibraryOptimizer(
         "grokadamw",

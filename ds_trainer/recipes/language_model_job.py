@@ -10,13 +10,7 @@ from ds_trainer.recipes.distillation import trainer_class_of
 from ds_trainer.recipes.job import Job, final_evaluation
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.report import (
-    Evaluation,
-    compression_baselines,
-    nats_per_token,
-    report_text,
-    sample_of,
-)
+from ds_trainer.recipes.report import Evaluation, compression_baselines, nats_per_token, report_text, sample_of
 from ds_trainer.recipes.text_dataset import Corpus, TokenBlocks, TokenStream, tokenize
 from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.utils.errors import ConfigError, Problems

@@ -66,11 +66,7 @@ ENGINE: tuple[SupportedValues, ...] = (
         "DeepSpeed broadcasts weights once, at the start; average buffers in the model where they must agree.",
     ),
     _row("ddp_static_graph", (None, False), "Use compile.deepcompile in the deepspeed file for a static graph."),
-    _row(
-        "ddp_backend",
-        (None,),
-        "The backend follows from the device: NCCL on GPUs, gloo on CPUs (use_cpu=True).",
-    ),
+    _row("ddp_backend", (None,), "The backend follows from the device: NCCL on GPUs, gloo on CPUs (use_cpu=True)."),
     _row(
         "average_tokens_across_devices",
         (True,),
@@ -83,11 +79,7 @@ ENGINE: tuple[SupportedValues, ...] = (
         "Leave it at True; more workers (dataloader_num_workers) hide slow ones.",
         "makes the order of samples depend on timing, so that a run cannot be repeated or resumed exactly",
     ),
-    _row(
-        "debug",
-        lambda value: "tpu_metrics_debug" not in str(value),
-        "Leave out tpu_metrics_debug; it is for TPUs.",
-    ),
+    _row("debug", lambda value: "tpu_metrics_debug" not in str(value), "Leave out tpu_metrics_debug; it is for TPUs."),
     _row(
         "optim",
         lambda value: str(value) not in ("adamw_torch_xla", "adamw_torch_npu_fused"),

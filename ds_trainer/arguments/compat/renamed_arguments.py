@@ -115,9 +115,7 @@ RENAMED: dict[str, Renamed] = {
     "push_to_hub_organization": Renamed(str | None, None, "write hub_model_id='owner/name'", _owned_repository),
     # without effect
     "overwrite_output_dir": _without_effect(
-        bool,
-        False,
-        "a run never deletes existing files; use a new output_dir, or remove the old checkpoints yourself",
+        bool, False, "a run never deletes existing files; use a new output_dir, or remove the old checkpoints yourself"
     ),
     "logging_dir": _without_effect(
         str | None,

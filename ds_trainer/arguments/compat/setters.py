@@ -48,10 +48,7 @@ _SETTERS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
     ),
     "set_testing": (
         "Set the arguments of testing on held-out data, and ``do_predict``.",
-        {
-            "batch_size": ("per_device_eval_batch_size", 8),
-            "loss_only": ("prediction_loss_only", False),
-        },
+        {"batch_size": ("per_device_eval_batch_size", 8), "loss_only": ("prediction_loss_only", False)},
     ),
     "set_save": (
         "Set the checkpoint arguments.",

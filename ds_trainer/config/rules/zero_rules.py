@@ -127,10 +127,7 @@ ZERO = (
     Rule(
         "zeropp-quantization-needs-gpu",
         "ZeRO",
-        (
-            "zero_optimization.zero_quantized_weights",
-            _QUANTIZED_GRADIENTS,
-        ),
+        ("zero_optimization.zero_quantized_weights", _QUANTIZED_GRADIENTS),
         lambda c: c.on_cpu and _quantized(c, "weights", "gradients"),
         "quantized communication needs a GPU, and this job runs on CPUs",
         "Remove these keys; zero_hpz_partition_size works without a GPU.",

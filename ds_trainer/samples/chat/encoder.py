@@ -245,9 +245,7 @@ class Encoder:
         cut = {key: value[:limit] for key, value in sample.items()}
         if not np.any(cut["labels"][1:] != IGNORED):
             raise SampleProblem(
-                source,
-                "no_trained_token",
-                f"none of the first {limit} of {length} tokens is trained on (max_length).",
+                source, "no_trained_token", f"none of the first {limit} of {length} tokens is trained on (max_length)."
             )
         return Encoded([cut], notices | {"truncated"})
 

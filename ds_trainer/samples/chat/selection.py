@@ -68,10 +68,7 @@ def trained_spans(
             return _not_found(index, len(messages), messages[index]["role"]), notices
         spans += [span for span in parts if span.end > span.start]
     if any(after.start < before.end for before, after in pairwise(spans)):
-        return (
-            f"the turns of the conversation overlap in the text of the template: {text[:80]!r}",
-            notices,
-        )
+        return (f"the turns of the conversation overlap in the text of the template: {text[:80]!r}", notices)
     return spans, notices
 
 

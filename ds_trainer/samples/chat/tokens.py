@@ -85,12 +85,7 @@ def _with_ends(tokenizer: Any, text: str) -> tuple[list[int], np.ndarray]:
     if not getattr(tokenizer, "is_fast", False):
         ids = tokenizer.encode(text, add_special_tokens=False)
         return list(ids), _decoded_ends(tokenizer, ids, text)
-    encoded = tokenizer(
-        text,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        verbose=False,
-    )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends = np.asarray([end for _, end in encoded["offset_mapping"]], dtype=np.int64)
     return list(encoded["input_ids"]), ends
 

@@ -147,10 +147,7 @@ class Turns:
         for border in self._borders(self._messages, self.text, index, prompt=True):
             if (twin := in_other.get(border.key)) is None:
                 continue
-            shared = min(
-                _common(border.tail, self.text, border.start),
-                _common(twin.tail, other, twin.start),
-            )
+            shared = min(_common(border.tail, self.text, border.start), _common(twin.tail, other, twin.start))
             if 0 < len(border.tail) - shared < len(prompt) - len(before):  # the rest lies within the generation prompt
                 self.notices.add("generation_prompt_differs")
                 return border.start + shared

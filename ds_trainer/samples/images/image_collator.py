@@ -29,11 +29,7 @@ class ImageCollator:
     """
 
     def __init__(
-        self,
-        encoder: ImageEncoder,
-        pad_token_id: int = 0,
-        dtype: torch.dtype | None = None,
-        always: bool = True,
+        self, encoder: ImageEncoder, pad_token_id: int = 0, dtype: torch.dtype | None = None, always: bool = True
     ) -> None:
         self._tokens = encoder.tokens
         self._pad = TokenPaddingCollator(pad_token_id)

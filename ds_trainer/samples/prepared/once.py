@@ -175,10 +175,7 @@ class _Lookout:
 
 
 def made_once(
-    target: Path,
-    find: Callable[[], Made | None],
-    make: Callable[[Heartbeat], Made],
-    waiting: Waiting = Waiting(),
+    target: Path, find: Callable[[], Made | None], make: Callable[[Heartbeat], Made], waiting: Waiting = Waiting()
 ) -> Made:
     """What ``find`` returns, made by ``make`` in one process if it is not there.
 

@@ -25,12 +25,7 @@ def _open_zstd(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", io.BufferedReader(cast("Any", pyarrow.input_stream(str(path), compression="zstd"))))
 
 
-_OPENERS: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zstd,
-}
+_OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 
 
 def open_bytes(path: Path) -> IO[bytes]:

@@ -316,8 +316,4 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise BadRecord(f"{name}: the arguments of a tool call must be a mapping, got {type_name(arguments)}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {
-        "type": "function",
-        **identity,
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}

@@ -19,12 +19,7 @@ PYTHON_STDLIB = "python-stdlib"
 _NEVER_INCLUDED = ("__pycache__", "site-packages", "dist-packages")
 _NO_SAMPLES = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
-DOCUMENT_SUFFIXES: Mapping[str, str] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+DOCUMENT_SUFFIXES: Mapping[str, str] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 """What ``format: auto`` reads as rows where a corpus of text is wanted; every other file is a document."""
 
 RECORD_SUFFIXES: Mapping[str, str] = {**DOCUMENT_SUFFIXES, ".json": "json", ".csv": "csv", ".tsv": "tsv"}
