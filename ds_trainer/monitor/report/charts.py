@@ -164,7 +164,9 @@ def _named(chart: Chart) -> list[Series]:
 
 def _parts(chart: Chart) -> list[str]:
     """What is drawn; empty without points."""
-    chart = replace(chart, series=[_drawable(series) for series in chart.series])
+    # Values whose differences overflow, of a diverged run, cannot be drawn.
+    drawn = [replace(one, points=[point for point in one.points if abs(point[1]) < _LARGEST]) for one in chart.series]
+    chart = replace(chart, series=drawn)
     points = [point for series in chart.series for point in series.points]
     if not points:
         return []
@@ -172,11 +174,6 @@ def _parts(chart: Chart) -> list[str]:
     parts = [*axes.lines(chart.format), *(axes.level(label, y) for label, y in chart.levels)]
     parts += [axes.line(series) for series in chart.series]
     return parts + [axes.mark(*mark) for mark in chart.marks]
-
-
-def _drawable(series: Series) -> Series:
-    """Without values whose differences overflow: of a diverged run."""
-    return replace(series, points=[point for point in series.points if abs(point[1]) < _LARGEST])
 
 
 @dataclass(frozen=True)
