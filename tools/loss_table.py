@@ -35,7 +35,6 @@ Measured with a small encoder and six samples.
 | loss | the loss is a mean over |
 |---|---|
 | CosineSimilarityLoss, TripletLoss, ContrastiveLoss, MegaBatchMarginLoss, MarginMSELoss, MSELoss | items |
-| OnlineContrastiveLoss | nothing: it is a sum |
 | MultipleNegativesRankingLoss (also symmetric), CoSENTLoss, AnglELoss | **not additive** |
 | BatchAllTripletLoss, BatchHardTripletLoss | **not additive** |
 | the first with `gather_across_devices`, on several ranks | **not additive**: depends on other ranks |

@@ -18,11 +18,13 @@ from tests.support.loss_functions import (
     NONE,
     SAMPLES,
     SUM,
+    Head,
     LossCase,
     classes,
     numbers,
     other_than,
     ragged,
+    single,
 )
 
 _BLOCKS: dict[str, Any] = {
@@ -164,6 +166,12 @@ def _pair(name: str) -> LossCase:
 
 _SEEN = other_than(0, "future_observed_mask")
 
+
+def _hardest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The largest half of the losses of samples, added up: none of a single sample, two of three."""
+    return logits.square().mean(1).topk(round(len(labels) / 2)).values.sum()
+
+
 CASES = (
     _bert("SequenceClassification", _THREE, lambda: _text(classes())),
     _bert("SequenceClassification (regression)", {**_TEXT, "num_labels": 1}, lambda: _text(torch.randn(6))),
@@ -231,4 +239,5 @@ CASES = (
     _pair("CLIP"),
     _pair("Siglip"),
     *FUNCTIONS,
+    LossCase("hardest half of the batch, sum", "function", lambda: Head(_hardest), single, NONE),
 )

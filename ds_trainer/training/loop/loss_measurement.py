@@ -94,6 +94,8 @@ def measured_weighting(
             )
             if of_pairs.fits[:1] not in ([], [len(units)]) or of_pairs.among_ranks is not None:
                 found = of_pairs
+    if found is not None and found.random and distributed.rank() == 0:
+        logger.info(_DRAWS, type(base_model(model)).__name__, extra={CHECK: "loss"})
     verdict = _verdict(type(base_model(model)).__name__, found, units, items, reason, before)
     # Of a loss that is not additive, an evaluation would say the same again.
     return replace(verdict, for_evaluation=found is None or found.for_evaluation or not verdict.additive)
@@ -198,6 +200,10 @@ _UNKNOWN = "It could not be measured what the loss of %s is the mean of: %s. It 
 _CHANGED = (
     "The loss of %s is not what it was when the checkpoint was written (%s)%s. It is weighted as it is now; if the "
     "code of the loss is the same, compare the batches."
+)
+_DRAWS = (
+    "The loss of %s depends on random numbers that it draws (masks, negatives, noise): each rank and micro-batch draws "
+    "its own, so losses of different numbers of ranks or accumulation agree on average only, even with the same seed."
 )
 _AMONG_RANKS = (
     "The loss of %s depends on the samples of other ranks, with which it communicates (%.4g; with other samples there "

@@ -21,7 +21,7 @@ from ds_trainer.training.loop.batch_splitting import samples_of_batch
 from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.row_random import DrawsOfSamples
-from ds_trainer.utils.seeds import random_state, restore_random_state
+from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process
 from ds_trainer.utils.undisturbed import modes_restored, train_but_for_noise
 
 _SMALLEST = 1e-6  # a loss below is taken as 0
@@ -89,6 +89,7 @@ class LossPasses:
             to the largest loss, the largest of all ranks; -1 if the losses are 0.
         fits: the candidates for which rounding explains it; the number of them stands for the sum.
         error: the first one on this or another rank; empty without.
+        random: whether the loss is another one with other random numbers (masks, negatives, noise).
         drew, foreign: whether random numbers were drawn, and whether by NumPy or Python.
         repeats: whether each sample drew the same ones in all passes, as far as that is known.
         for_evaluation: whether the result is known to hold in evaluation mode.
@@ -97,6 +98,7 @@ class LossPasses:
     """
 
     among_ranks: tuple[float, float] | None = None
+    random = False
 
     def __init__(
         self,
@@ -135,6 +137,14 @@ class LossPasses:
         votes = distributed.agree(torch.tensor([int(drew), int(foreign), int(found), self._replica % 2]))
         drew, foreign, communicates, several = map(bool, votes)
         self.drew, self.foreign = drew or foreign, foreign
+        if self.drew:  # does the loss of all depend on these numbers?
+            first = self._losses[0]
+            seed_this_process(torch.initial_seed() % 2**31 + 1)
+            self._start = random_state()
+            [other] = self._more([everything], None)
+            self._start = start
+            far = abs(other - first) > _tolerance(self.model) * max(abs(other), abs(first))
+            self.random = bool(distributed.agree(torch.tensor([int(far)]))[0])
         draws = DrawsOfSamples(len(everything)) if drew else None
         while True:
             if draws is not None:
@@ -159,19 +169,19 @@ class LossPasses:
             self.for_evaluation = not distributed.agree(torch.tensor([int(not near)]))[0]
 
     def _verify_sum(self, draws: DrawsOfSamples | None) -> None:
-        """Compare a loss that may be a sum with those of one sample and of the other three. Collective.
+        """Compare a loss that may be a sum with those of single samples. Collective.
 
-        A contrastive loss of alike vectors is the logarithm of their number: log 4 is log 2 + log 2.
+        A contrastive loss of alike vectors is the logarithm of their number: log 4 is log 2 + log 2. A loss that picks
+        samples of the batch (the hardest, those beyond a threshold) may pick the same ones in parts of two.
         """
         total = len(self.residuals) - 1
         others = min(self.residuals[:total], default=float("inf"))
         like = max(self.residuals) >= 0 and self.residuals[total] < others and len(self._splits) > 1
         if self.error or not distributed.agree(torch.tensor([int(like)]))[0] or len(self._splits[0][0]) < 2:
             return
-        rows = list(range(number_of_samples(self.whole)))
-        one, rest = self._more([rows[:1], rows[1:]], draws)
+        alone = self._more([[row] for row in range(number_of_samples(self.whole))], draws)
         self.error = ""  # a loss of one sample may fail, and is no sum then
-        far = abs(one + rest - self._losses[0]) / (max(abs(one), abs(rest), abs(self._losses[0])) or 1.0)
+        far = abs(sum(alone) - self._losses[0]) / (max(map(abs, (*alone, self._losses[0]))) or 1.0)
         [found] = distributed.largest(torch.tensor([far if far == far else 1.0], dtype=torch.float64)).tolist()
         self.residuals[total] = max(self.residuals[total], found)
         if found > _tolerance(self.model):

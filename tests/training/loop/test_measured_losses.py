@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +51,44 @@ def test_the_loss_of_a_batch_follows_from_the_losses_of_its_parts(case: LossCase
     weights = [1.0 if weighting.summed else float(weighting.count(part)) for part in parts]
     total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
     assert total / (1.0 if weighting.summed else sum(weights)) == pytest.approx(whole, rel=1e-5)
+
+
+def _own_negatives(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    sampled = torch.multinomial(torch.ones(len(logits), 5), 2)
+    return (logits[:, :5].gather(1, sampled) - logits[:, :1]).relu().mean()
+
+
+DRAWN = {
+    "ViTMAEForPreTraining": True,
+    "PatchTSTForPretraining": True,
+    "noise drawn in the model": True,
+    "mixup drawn in the loss": True,
+    "masked reconstruction, mask drawn in the model": True,
+    "sampled negatives": True,
+    "NumPy's noise": True,
+    "numbers without effect": False,
+    "BertForMaskedLM": False,
+    "pixel cross-entropy, 255 ignored": False,
+}
+OWN = {
+    "sampled negatives": _own_negatives,
+    "NumPy's noise": lambda z, labels: (z + float(np.random.rand())).square().mean(),
+    "numbers without effect": lambda z, labels: z.square().mean() + 0.0 * torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_loss_that_depends_on_random_numbers_says_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    case = BY_NAME.get(name)
+    model = Head(OWN[name]) if case is None else case.model()
+    batch = BY_NAME["hardest half of the batch"].batch() if case is None else case.batch()
+    before = random_state()
+    with caplog.at_level(logging.INFO, "ds_trainer"):
+        measured(case or BY_NAME["CTC, mean"], model, batch)
+    said = [record.getMessage() for record in caplog.records if "random numbers that it draws" in record.getMessage()]
+    assert len(said) == DRAWN[name]
+    assert torch.equal(before["torch"], random_state()["torch"]) and before["python"] == random_state()["python"]
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -266,7 +305,7 @@ def calls_of(case: LossCase, training: bool) -> int:
 def test_a_measurement_takes_few_passes() -> None:
     assert calls_of(BY_NAME["token cross-entropy"], training=True) == 5
     assert calls_of(BY_NAME["in-batch negatives"], training=True) == 6  # also as pairs of rows
-    assert calls_of(BY_NAME["noise drawn in the model"], training=True) == 6
+    assert calls_of(BY_NAME["noise drawn in the model"], training=True) == 7  # with another seed, too
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])
