@@ -139,6 +139,30 @@ def test_families(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)
 
 
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "three micro-batches": ({}, {"gradient_accumulation_steps": 3}),
+    "packing": ({}, {"packing": True, "max_length": 32}),
+    "chunked loss": ({}, {"loss_chunk_tokens": 5}),
+    "auxiliary loss": ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, {}),
+    "AdamW, clipped": ({}, {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.1}),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_give_the_numbers_of_whole_experts(name: str, stage: int, tmp_path: Any) -> None:
+    options, changes = FEATURES[name]
+    arguments = dict(zero_stage=stage, optim="sgd", learning_rate=RATE, max_grad_norm=CLIP, weight_decay=0.0)
+    arguments |= dict(max_steps=STEPS, self_test="never", per_device_train_batch_size=2, **changes)
+    make = maker("qwen3_moe", **options)
+    wanted, found = (
+        pool(2).run(_train, make, str(tmp_path / str(size)), {**arguments, "expert_parallel_size": size})[0]
+        for size in (1, 2)
+    )
+    assert_equal(found, wanted, 2e-6)
+
+
 def test_models_that_cannot_be_divided_are_refused_with_the_remedy() -> None:
     model = maker("qwen3_moe")()
     assert expert_problems(model, 2) == []
