@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from ds_trainer.samples.chat.problems import RenderError
+from ds_trainer.utils.units import counted
 
 # About three seconds and 300 MB. What a conversation itself has is added, often enough for templates that copy it.
 MOST_STEPS = 1_000_000
@@ -39,7 +40,9 @@ class Meter:
         self.steps += steps
         self.characters += characters
         if self.steps > self.most_steps:
-            raise Excess(f"The chat template takes more than {self.most_steps:,} steps (loops, calls, filters)")
+            raise Excess(
+                f"The chat template takes more than {counted(self.most_steps, 'step')} (loops, calls, filters)"
+            )
         if self.characters > self.most:
             raise Excess(f"The chat template makes or reads more than {self.most:,} characters")
 
