@@ -40,9 +40,7 @@ class Meter:
         self.steps += steps
         self.characters += characters
         if self.steps > self.most_steps:
-            raise Excess(
-                f"The chat template takes more than {counted(self.most_steps, 'step')} (loops, calls, filters)"
-            )
+            raise Excess(f"The chat template takes more than {counted(self.most_steps, 'step')} (loops, calls)")
         if self.characters > self.most:
             raise Excess(f"The chat template makes or reads more than {self.most:,} characters")
 
@@ -102,11 +100,8 @@ class Meter:
     def of_operation(self, operator: str, left: Any, right: Any) -> int:
         """At most so many characters (or digits) result from ``left operator right``."""
         if operator == "%":
-            return (
-                self.of_call("%", left, list(right) if isinstance(right, tuple) else [right])
-                if isinstance(left, str)
-                else 0
-            )
+            values = list(right) if isinstance(right, tuple) else [right]
+            return self.of_call("%", left, values) if isinstance(left, str) else 0
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             return bits**2 // 100 if bits > 1000 else 0  # arithmetic of long numbers is slow
