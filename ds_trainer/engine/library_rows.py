@@ -261,6 +261,12 @@ ROWS = (
         relies_on=("deepspeed.checkpoint.ds_to_universal:merge_tp_slices",),
     ),
     Row(
+        "samples/chat/bounds.py",
+        "templates are rendered otherwise than apply_chat_template renders them",
+        UNSEEN,
+        relies_on=of("transformers.utils.chat_template_utils:", "_compile_jinja_template", "render_jinja_template"),
+    ),
+    Row(
         "planner/activations/device_probe.py",
         "the planner measures another attention mask",
         UNSEEN,

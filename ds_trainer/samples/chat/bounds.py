@@ -1,7 +1,4 @@
-"""Chat templates with a bound: what a rendering may compute, by count, so that every rank decides the same.
-
-Every iteration, call, filter and operation is a step; every text that one makes is counted before it is made.
-"""
+"""Chat templates with a bound on steps (iterations, calls, operations) and characters, counted: equal on all ranks."""
 
 from __future__ import annotations
 
@@ -117,11 +114,7 @@ def _size(value: Any) -> int:
 
 @functools.lru_cache(maxsize=32)
 def compiled(template: str, thread: int) -> tuple[Any, Meter]:
-    """The template as transformers compiles it, but counted, and its meter; for the thread of this number.
-
-    Raises:
-        jinja2.TemplateError: it is no template.
-    """
+    """The template as transformers compiles it, but counted, and its meter; for the thread of this number."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment, meter = _compile_jinja_template.__wrapped__("").environment, Meter()
