@@ -17,7 +17,7 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.estimate import MemoryEstimator
 from ds_trainer.planner.plan import MARGIN, Plan
 from ds_trainer.planner.plan_report import report
-from ds_trainer.planner.search import SearchResult, nearest_batches, search
+from ds_trainer.planner.search import SearchResult, in_one_pass, nearest_batches, search
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.task import TRL_TASKS
 from ds_trainer.utils.errors import ConfigError
@@ -216,7 +216,8 @@ def _as_written(request: PlanRequest) -> SearchResult:
     run = candidate_of_arguments(args, config, layout, request.goal.length, recipe.data.has_eval, rows)
     if recipe.task.name in _PAIRS:
         run = _with_pairs(recipe, run)
-    plan = Plan(model, run, cluster, MemoryEstimator(model, cluster).estimate(run), request.goal.margin)
+    estimator = MemoryEstimator(model, cluster)
+    plan = in_one_pass(Plan(model, run, cluster, estimator.estimate(run), request.goal.margin), estimator)
     fitting, rejected = ((plan,), ()) if plan.fits else ((), (plan,))
     return SearchResult(fitting, rejected, tried=1)
 

@@ -90,7 +90,8 @@ def parallel_groups(layout: ParallelLayout) -> ParallelGroups:
         return _layouts[layout]
     groups = {name: group_along(layout.strides(axes)) for name, axes in _AXES_OF.items()}
     groups["experts"] = group_along(layout.expert_strides)
-    groups["expert_replicas"] = group_along(layout.expert_replica_strides)
+    replicas = layout.expert_replica_strides
+    groups["expert_replicas"] = group_along(replicas) if layout.ep > 1 else groups["seq_data_parallel"]
     groups["replica_host"] = groups["replica"]
     world_host: ProcessGroup | None = dist.group.WORLD
     if dist.get_backend() != "gloo":

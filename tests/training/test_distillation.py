@@ -138,7 +138,7 @@ def test_tiles_are_whole_logits(setting: tuple[float, float, bool], classes: int
         for head, x in zip(heads, inputs, strict=True):
             made = head(x)
             if tiled:
-                reader = LinearHead(head, 4, lambda: 0.0, lambda: None)
+                reader = LinearHead(head, 4, lambda: 0.0, lambda: False, lambda: None)
                 made = DeferredLogits.of(reader, x, head.out_features, x.dtype)
             logits.append(torch.tanh(made / 5) * 5)
         total = loss.total(logits[0], logits[1], targets) * 0.7

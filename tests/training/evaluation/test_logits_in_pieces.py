@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.training.evaluation.logits_in_pieces import LogitPieces
-from ds_trainer.training.model.chunked_loss import chunked_loss
+from ds_trainer.training.model.chunked_loss import head_check
 from ds_trainer.training.model.chunked_loss.head_check import check_tiles
 from tests.support.models import VOCABULARY, RaggedTokens, tiny_llama
 from tests.support.pool import pool
@@ -67,10 +67,10 @@ def predicted(output_dir: str, function: str, chunk: int, make_model: Any = tiny
         output_dir, use_cpu=True, loss_chunk_tokens=chunk, report_to="none", disable_tqdm=True, **more
     )
     trainer = Trainer(make_model(), args, preprocess_logits_for_metrics=FUNCTIONS[function])
-    chunked_loss.check_tiles = lambda *_: None  # has logits of a sample of its own
+    head_check.check_tiles = lambda *_: None  # has logits of a sample of its own
     with LargestLogits() as largest:
         found = trainer.predict(RaggedTokens(12))
-    chunked_loss.check_tiles = check_tiles
+    head_check.check_tiles = check_tiles
     leaves = [np.asarray(leaf) for leaf in tree_leaves(found.predictions)]
     return leaves, found.metrics["test_loss"], largest.tokens
 

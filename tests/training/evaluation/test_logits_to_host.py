@@ -11,7 +11,7 @@ import torch
 
 from ds_trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from ds_trainer.training.evaluation import logits_in_pieces
-from ds_trainer.training.model.chunked_loss import chunked_loss
+from ds_trainer.training.model.chunked_loss import chunked_loss, head_check
 from ds_trainer.training.model.chunked_loss.head_check import check_tiles
 from tests.support.layouts import pad
 from tests.support.models import VOCABULARY, RaggedTokens, tiny_llama
@@ -62,11 +62,11 @@ def predicted(output_dir: str, chunk: int, make_model: Any = tiny_llama, ragged:
     args = kinds[1](output_dir, use_cpu=True, loss_chunk_tokens=chunk, report_to="none", disable_tqdm=True, **more)
     keywords = {"data_collator": pad} if ragged else {}
     trainer = kinds[0](make_model(), args, compute_metrics=shares, **keywords)
-    chunked_loss.check_tiles = lambda *_: None  # has logits of a sample of its own
+    head_check.check_tiles = lambda *_: None  # has logits of a sample of its own
     data = Unpadded(SAMPLES) if ragged else RaggedTokens(SAMPLES)
     with OnDevice() as largest:
         found = trainer.predict(data)
-    chunked_loss.check_tiles = check_tiles
+    head_check.check_tiles = check_tiles
     return found.predictions, found.metrics, largest.tokens
 
 

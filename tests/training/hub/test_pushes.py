@@ -297,8 +297,7 @@ def test_a_process_waits_for_its_push_before_it_exits(hub: HubServer, tmp_path: 
     script = (
         "import sys; from pathlib import Path\n"
         "from ds_trainer.training.hub.client import Repository\n"
-        "from ds_trainer.training.hub.uploads import Commit, Uploads\n"
-        "from ds_trainer.training.hub.publisher import stage_model\n"
+        "from ds_trainer.training.hub.uploads import Commit, Uploads, stage_model\n"
         "out = Path(sys.argv[1]); uploads = Uploads(out)\n"
         "prepare = lambda staged: [Commit(stage_model(out, staged / 'm'), 'last words')]\n"
         "uploads.begin(prepare, Repository('run'), None)\n"

@@ -294,9 +294,7 @@ def test_the_first_batch_is_compared_with_whole_logits(
 
 def test_only_the_first_batch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(
-        "ds_trainer.training.model.chunked_loss.chunked_loss.check_tiles", lambda *computed: compared.append(1)
-    )
+    monkeypatch.setattr(head_check, "check_tiles", lambda *computed: compared.append(1))
     model = tiny_llama().train()
     chunked = ChunkedLoss(CHUNK)
     for _ in range(3):

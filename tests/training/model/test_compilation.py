@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,11 @@ def test_equal_blocks_are_compiled_once(stage: int, tmp_path: Path) -> None:
 
 def counting_tiles(job: Any) -> tuple[Any, int]:
     """What ``job`` returns, and how many losses were computed from some tokens at a time."""
-    function = linear_head.one_pass_cross_entropy
-    with mock.patch.object(linear_head, "one_pass_cross_entropy", wraps=function) as losses:
-        return job(), losses.call_count
+    ways = ("one_pass_cross_entropy", "linear_cross_entropy")
+    with ExitStack() as stack:
+        patches = [mock.patch.object(linear_head, name, wraps=getattr(linear_head, name)) for name in ways]
+        losses = [stack.enter_context(one) for one in patches]
+        return job(), sum(one.call_count for one in losses)
 
 
 @pytest.mark.extended
