@@ -112,7 +112,7 @@ def page(sets: list[dict[str, Any]]) -> str:
     rows = [
         "# Tested versions",
         "",
-        "The default tests were run, in part, with these sets. `tools/versions.sh` makes the environments (`make`),",
+        "The default tests were run with these sets. `tools/versions.sh` makes the environments (`make`),",
         "tests them (`test`) and writes this page (`page`). `ds-trainer doctor` compares the installed set with this",
         "table, and the functions that ds_trainer replaces or relies on with those of these versions",
         "([What we patch](../explanation/deepspeed-patches.md)).",
