@@ -42,6 +42,7 @@ class PassCompletion:
         self._done = 0  # collectives of this micro-batch
         self._left_out = 0  # of an interrupted pass, which the next one repeats
         self._received: list[Any] = []  # by broadcasts of this micro-batch, with which DeepSpeed compares ranks
+        self._broadcasts = 0  # of this pass
         self._parameters = _GatheredParameters(engine) if engine.stage == 3 else None
 
     @contextmanager
@@ -49,7 +50,7 @@ class PassCompletion:
         """Context of the passes of one micro-batch, including :meth:`restart`."""
         from deepspeed.comm import comm
 
-        self._done = self._left_out = 0
+        self._done = self._left_out = self._broadcasts = 0
         self._received = []
         if self._parameters is not None:
             self._parameters.begin()
@@ -64,7 +65,7 @@ class PassCompletion:
 
     def restart(self) -> None:
         """After an interrupted pass: the next pass begins the micro-batch anew."""
-        self._left_out, self._done = self._done, 0
+        self._left_out, self._done, self._broadcasts = max(self._left_out, self._done), 0, 0
         _forget_gradients(self._engine)
         if self._parameters is not None:
             self._parameters.restore()
@@ -80,9 +81,10 @@ class PassCompletion:
         if name == "broadcast":
             tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
             if left_out:
-                tensor.copy_(self._received.pop(0))
+                tensor.copy_(self._received[self._broadcasts])
             else:
                 self._received.append(tensor.clone())
+            self._broadcasts += 1
         return result
 
 
