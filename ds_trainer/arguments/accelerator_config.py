@@ -6,7 +6,6 @@ The source of the names and defaults is ``AcceleratorConfig`` of transformers 5.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import typing
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from ds_trainer.arguments.checks.type_checks import located
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import read_yaml
 from ds_trainer.utils.errors import ConfigError, Problems, did_you_mean
-from ds_trainer.utils.files import read_user_file, shortened
+from ds_trainer.utils.files import parse_json, read_user_file, shortened
 
 
 @dataclass
@@ -173,7 +172,7 @@ def _of_text(text: str) -> tuple[dict[str, Any], str]:
     source = f"accelerator_config={text!r}"
     if text.lstrip().startswith("{"):
         try:
-            return dict(json.loads(text)), "accelerator_config"
+            return dict(parse_json(text)), "accelerator_config"
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{shortened(source)} is not valid JSON ({error}); write it like '{{\"split_batches\": false}}'."

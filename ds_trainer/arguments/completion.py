@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import Any
 
 from ds_trainer.arguments.accelerator_config import complete_accelerator_config
+from ds_trainer.arguments.checks.type_checks import numbers_of_text
 from ds_trainer.arguments.checks.value_checks import has_default_metric
 from ds_trainer.arguments.compat.dict_fields import mapping_of_text, read_dict_fields
 from ds_trainer.arguments.compat.renamed_arguments import OLDER_NAMES
@@ -54,8 +56,9 @@ def fill_in(args: Any) -> None:
         args.debug = [DebugOption(option) for option in (args.debug or "").split()]
     args.include_num_input_tokens_seen = _token_count(args.include_num_input_tokens_seen)
     args.report_to = _as_list(args.report_to)
-    if isinstance(args.label_names, str):
-        args.label_names = [args.label_names]
+    for name in ("label_names", "include_for_metrics"):
+        if isinstance(getattr(args, name), str):
+            setattr(args, name, [getattr(args, name)])
     allowed = args.allow_new_weights
     args.allow_new_weights = ["*"] * allowed if isinstance(allowed, bool) else _as_list(allowed)
     _defaults_from_others(args)
@@ -69,12 +72,10 @@ def _paths_and_mappings(args: Any) -> None:
         value = getattr(args, name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
             setattr(args, name, mapping_of_text(value))
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon"):
-        if isinstance(getattr(args, name), str):  # YAML 1.1 reads 1e-3 as a string
-            setattr(args, name, float(getattr(args, name)))
+    vars(args).update(numbers_of_text(args))
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
-        if value is not None and value >= 1:
+        if value is not None and 1 <= value < math.inf:
             setattr(args, name, int(value))
     sizes = parallel_sizes(args.parallelism_config)
     for field, key in PARALLEL_SIZES.items():

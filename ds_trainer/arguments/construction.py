@@ -7,13 +7,14 @@ defaults.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from ds_trainer.arguments.checks.type_checks import type_problems
+from ds_trainer.arguments.checks.type_checks import numbers_of_text, type_problems
 from ds_trainer.arguments.checks.unsupported import unsupported_problems
 from ds_trainer.arguments.checks.value_checks import argument_problems
 from ds_trainer.arguments.compat.renamed_arguments import older_names, translate, warn_renamed
@@ -89,6 +90,10 @@ class CheckedArguments:
         """One sentence for each problem with the current values, which may have changed since construction."""
         if wrong_types := list(type_problems(self)):
             return wrong_types
+        if numbers := numbers_of_text(self):
+            probe = copy.copy(self)
+            vars(probe).update(numbers)
+            return probe.problems()
         problems = list(argument_problems(self))
         fields = {re.split(r"\W", problem, maxsplit=1)[0] for problem in problems}
         return [*problems, *unsupported_problems(self, skip=fields)]

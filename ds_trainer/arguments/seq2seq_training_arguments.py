@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.field_topics import topic
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import exists, read_user_json, shortened
+from ds_trainer.utils.files import exists, parse_json, read_user_json, shortened
 
 _evaluation = topic("Evaluation and metrics")
 _data = topic("Data loading")
@@ -37,7 +36,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         """As for :class:`TrainingArguments`; also reads ``generation_config`` from JSON text."""
         super().fill_in()
         if isinstance(self.generation_config, str) and is_json(self.generation_config):
-            self.generation_config = json.loads(self.generation_config)
+            self.generation_config = parse_json(self.generation_config)
 
 
 FILE_NAME = "generation_config.json"
@@ -79,7 +78,7 @@ def is_json(text: str) -> bool:
 
 def _text_problem(text: str) -> str | None:
     try:
-        json.loads(text)
+        parse_json(text)
     except (ValueError, RecursionError) as error:
         return f"{shortened(text)!r} is not valid JSON ({error})."
     return None

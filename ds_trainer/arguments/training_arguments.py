@@ -7,7 +7,6 @@ values that are refused.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +32,7 @@ from ds_trainer.arguments.enums import (
 from ds_trainer.arguments.field_topics import topic, topics_of
 from ds_trainer.arguments.process_info import ProcessInfo
 from ds_trainer.arguments.serialize import Serializable
+from ds_trainer.utils.files import parse_json
 
 _length = topic("Batch and length")
 _optimizer = topic("Optimizer and schedule")
@@ -392,7 +392,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
             if part:
                 name, _, text = part.partition("=")
                 try:
-                    parsed[name] = json.loads(text.lower() if text in ("True", "False") else text)
-                except json.JSONDecodeError:
+                    parsed[name] = parse_json(text.lower() if text in ("True", "False") else text)
+                except ValueError:
                     parsed[name] = text
         return parsed

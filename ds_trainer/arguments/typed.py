@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import types
 import typing
 from typing import Any
 
 from ds_trainer.arguments.yaml_reader import Located, parse_float
+from ds_trainer.utils.files import shortened
 
 _YES_NO = {"yes": True, "on": True, "no": False, "off": False}
 # In a union the narrowest type wins. str accepts anything, so it comes last.
 _NARROWEST_FIRST = ("NoneType", "Literal", "Enum", "bool", "int", "float", "list", "dict", "str", "Any")
+
+
+_TOO_LARGE = 2**63
 
 
 class WrongType(ValueError):
@@ -66,6 +71,8 @@ def _read(located: Located, hint: Any, *, in_union: bool) -> Any:
             return value
         if not in_union and text is not None and text.lower() in _YES_NO:
             return _YES_NO[text.lower()]
+    if isinstance(value, int | float) and _TOO_LARGE <= abs(value) < math.inf:
+        raise WrongType
     if kind == "int" and not isinstance(value, bool):
         if isinstance(value, int):
             return value
@@ -158,8 +165,10 @@ def _got(located: Located) -> str:
     value = located.value
     if value is None:
         return "null"
+    if isinstance(value, int) and not -_TOO_LARGE < value < _TOO_LARGE:
+        return f"a number of {value.bit_length()} bits"
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list):
         return f"the list {located.plain()!r}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{shortened(repr(value), 99)} ({type(value).__name__})"

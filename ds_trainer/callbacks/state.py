@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_trainer.monitor.metrics_file import plain
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.files import parse_json, write_text_atomic
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("callbacks.state")
@@ -181,7 +181,7 @@ class TrainerState:
         """
         remedy = "Name another checkpoint to resume from."
         try:
-            values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+            values = parse_json(Path(json_path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"There is no trainer state at {json_path}. {remedy}") from None
         except ValueError as error:  # not JSON, or not UTF-8

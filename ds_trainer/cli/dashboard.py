@@ -71,7 +71,7 @@ def train_with_dashboard(words: Sequence[str], directory: Path) -> int:
     """
     from ds_trainer.monitor.dashboard.terminal import show
 
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ConfigError("--dashboard is for a run of one process. Use `ds-trainer dashboard RUN` in another shell.")
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / LOG_NAME

@@ -13,7 +13,7 @@ from ds_trainer.planner.candidate import FEATURES, state_bytes
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.units import counted
+from ds_trainer.utils.units import counted, whole_number
 
 SIZES = {
     "zero-stage": ("stage", "ZeRO stage"),
@@ -116,9 +116,7 @@ def add_options(parser: argparse.ArgumentParser, count: Any, stage: Any) -> None
 
 def _layers(text: str) -> int:
     """One in how many layers is checkpointed; 0 for none."""
-    found = {"off": 0, "on": 1}.get(text)
-    if found is None and text.isdigit() and int(text) > 0:
-        found = int(text)
+    found = {"off": 0, "on": 1}.get(text) if text in ("off", "on") else whole_number(text) or None
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not on, off or a positive integer")
     return found

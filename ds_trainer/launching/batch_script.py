@@ -135,7 +135,7 @@ def parse_time_limit(time: str) -> float:
     """
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return float("inf")
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?", time)
     if not match:
         raise ValueError(f"{time!r} is not a time limit")
     days, *parts = match.groups()

@@ -22,6 +22,7 @@ from ds_trainer.launching.rank import encode_args
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import exists, read_user_file, write_text_atomic
 from ds_trainer.utils.ranks import free_port
+from ds_trainer.utils.units import whole_number
 
 _RANK_MODULE = "ds_trainer.launching.rank"
 _RANK_FILE = str(Path(__file__).with_name("start_rank.py"))
@@ -117,7 +118,7 @@ def _srun_options(plan: LaunchPlan, tasks: int, environment: Mapping[str, str]) 
     if plan.excluded:
         argv += ["--exclude", ",".join(plan.excluded)]
     # By default srun gives a task one core, whatever the job has.
-    cores = re.match(r"\d+", environment.get("SLURM_CPUS_ON_NODE") or "")
+    cores = re.match(r"[0-9]{1,9}", environment.get("SLURM_CPUS_ON_NODE") or "")
     if cores:
         argv += ["--cpus-per-task", str(max(1, int(cores.group()) // tasks))]
         if tasks > int(cores.group()):
@@ -142,7 +143,7 @@ def _deepspeed(
         slots = plan.hosts[0].slots
         visible = [device.strip() for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
         argv += ["--hostfile", ""]
-        if 0 < slots <= count_gpus(environment) and all(device.isdigit() for device in visible):
+        if 0 < slots <= count_gpus(environment) and all(whole_number(device) is not None for device in visible):
             argv += ["--include", f"localhost:{','.join(visible[:slots])}"]
         else:
             argv += ["--num_gpus", str(slots)]

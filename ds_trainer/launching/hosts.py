@@ -123,16 +123,11 @@ def slurm_hosts(environment: Mapping[str, str], slots: int | None = None) -> lis
     if slots is not None:
         return [Host(name, slots) for name in names]
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        match = re.search(
-            r"(?:^|:)(\d{1,6})(?:\(|$)", environment.get(variable, ""), re.ASCII
-        )  # 8, a100:8, gpu:a100:8(S:0-1)
+        # 8, a100:8, gpu:a100:8(S:0-1)
+        match = re.search(r"(?:^|:)(\d{1,6})(?:\(|$)", environment.get(variable, ""), re.ASCII)
         if match and int(match.group(1)) > 0:
             return [Host(name, int(match.group(1))) for name in names]
     tasks: list[int] = []
     for number, times in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", environment.get("SLURM_TASKS_PER_NODE", "")):
         tasks += [int(number)] * min(int(times or 1), _MOST_HOSTS)
-    return (
-        [Host(name, count) for name, count in zip(names, tasks, strict=False)]
-        if len(tasks) == len(names)
-        else [Host(name, 1) for name in names]
-    )
+    return [Host(*host) for host in zip(names, tasks if len(tasks) == len(names) else [1] * len(names), strict=True)]

@@ -14,7 +14,7 @@ from ds_trainer.launching.hosts import Host, host_problem, read_hostfile, slurm_
 from ds_trainer.launching.launch_request import LaunchRequest
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.ranks import resolve_ranks
-from ds_trainer.utils.units import counted
+from ds_trainer.utils.units import counted, whole_number
 
 DEEPSPEED_HOSTFILE = "/job/hostfile"  # where DeepSpeed looks for one by default
 _SSH = ("pdsh", "openmpi")
@@ -75,7 +75,7 @@ def plan_launch(
         if request.node_rank is not None or (len(hosts) == 1 and _is_this_machine(hosts[0])):
             # DeepSpeed's launcher accepts GPU numbers only, and exposes hidden GPUs again.
             visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-            launcher = "deepspeed" if all(device.strip().isdigit() for device in visible) else "torchrun"
+            launcher = "torchrun" if None in [whole_number(device.strip()) for device in visible] else "deepspeed"
         elif in_slurm and request.hostfile is None:
             launcher = "srun"
         else:
@@ -154,7 +154,7 @@ def _is_this_machine(host: Host) -> bool:
 def _problems(plan: LaunchPlan, starts: bool) -> list[str]:
     problems = []
     request, launcher = plan.request, plan.launcher
-    names = ", ".join(host.name for host in plan.hosts[:4]) + (", ..." if len(plan.hosts) > 4 else "")
+    names = listed((host.name for host in plan.hosts), 4)
     if launcher in _IN_SLURM and not plan.in_slurm:
         problems.append(f"launch --launcher {launcher}: this shell is not in a SLURM allocation; use sbatch or salloc.")
     if launcher in _IN_SLURM and len({host.slots for host in plan.hosts}) > 1:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.files import parse_json, write_text_atomic
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.secrets import without_secrets
 
@@ -84,7 +84,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except (ValueError, RecursionError):  # also numbers of too many digits
             record = None
         if isinstance(record, dict):

@@ -149,9 +149,7 @@ class CudaFlash:
 
     def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         """Attention of one block, with what the backward pass needs."""
-        query, key, value, causal, mask, scale = inputs
-        if mask is not None:
-            raise ValueError("the CUDA flash kernel takes no mask; use kernel_for to get a kernel that does")
+        query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
             _widened(query, width), _widened(key, width), _widened(value, width), 0.0, causal, False, scale=scale
@@ -162,9 +160,7 @@ class CudaFlash:
         self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block."""
-        query, key, value, causal, mask, scale = inputs
-        if mask is not None:
-            raise ValueError("the CUDA flash kernel takes no mask; use kernel_for to get a kernel that does")
+        query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         grads = _aten._scaled_dot_product_flash_attention_backward(
             _widened(grad_out, width),
@@ -190,9 +186,7 @@ class Cudnn:
 
     def forward(self, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         """Attention of one block, with what the backward pass needs."""
-        query, key, value, causal, mask, scale = inputs
-        if mask is not None:
-            raise ValueError("the cuDNN kernel takes no mask; use kernel_for to get a kernel that does")
+        query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             _widened(query, width), _widened(key, width), _widened(value, width), None, True, 0.0, causal, scale=scale
@@ -203,9 +197,7 @@ class Cudnn:
         self, inputs: BlockInputs, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block."""
-        query, key, value, causal, mask, scale = inputs
-        if mask is not None:
-            raise ValueError("the cuDNN kernel takes no mask; use kernel_for to get a kernel that does")
+        query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             _widened(grad_out, width),
@@ -316,6 +308,13 @@ class Math:
 
 
 # -- layouts that the operators require ----------------------------------------------------------------------------
+
+
+def _without_mask(inputs: BlockInputs) -> tuple[Tensor, Tensor, Tensor, bool, float]:
+    query, key, value, causal, mask, scale = inputs
+    if mask is not None:
+        raise ValueError("this kernel takes no mask; use kernel_for to get one that does")
+    return query, key, value, causal, scale
 
 
 def _multiple(size: int, of: int) -> int:

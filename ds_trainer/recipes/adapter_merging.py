@@ -22,6 +22,7 @@ from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.training.loading.model_files import ADAPTER_CONFIG
 from ds_trainer.training.loading.pretrained import from_pretrained
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import parse_json
 
 
 class LoadedWeights:
@@ -104,7 +105,7 @@ def _naming_base(saved: SavedModel) -> Iterator[Path]:
     """A copy of the adapters whose configuration names the base that was found, without its copies of the base."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        values = json.loads((saved.directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        values = parse_json((saved.directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         (folder / ADAPTER_CONFIG).write_text(
             json.dumps({**values, "base_model_name_or_path": str(saved.base)}), encoding="utf-8"
         )

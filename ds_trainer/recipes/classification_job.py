@@ -15,6 +15,7 @@ from ds_trainer.samples.sources.marks import ReadKeys
 from ds_trainer.samples.sources.record import BadRecord, Record
 from ds_trainer.samples.sources.rows import Row
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.units import whole_number
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -107,7 +108,8 @@ class LabeledRows:
 
 def _order(label: str) -> tuple[int, int, str]:
     """Numbers in their order, then names."""
-    return (0, int(label), "") if label.lstrip("-").isdecimal() else (1, 0, label)
+    number = whole_number(label.removeprefix("-"))
+    return (1, 0, label) if number is None else (0, -number if label.startswith("-") else number, "")
 
 
 def _check_labels(labels: Sequence[str], evaluation: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.units import counted
+from ds_trainer.utils.units import counted, whole_number
 
 FORMS = "cpu, a number of GPUs like those of this machine, 8 x H100-80GB, or 4 x 8 x H100-80GB (machines first)"
 
@@ -48,8 +48,8 @@ def parse_devices(text: str) -> Devices:
     if words.lower() == "cpu":
         return Devices("cpu")
     parts = [part.strip() for part in re.split(r"\s+x\s+|(?<=\d)x(?=\s|\d|[A-Za-z])", words)]
-    numbers = [int(part) for part in parts if part.isdecimal()]
-    names = [part for part in parts if not part.isdecimal()]
+    numbers = [number for part in parts if (number := whole_number(part)) is not None]
+    names = [part for part in parts if whole_number(part) is None]
     if len(names) > 1 or len(numbers) > 2 or 0 in numbers or not words:
         raise ConfigError(f"--devices {text!r} is not understood. Write {FORMS}.")
     nodes, per_node = numbers if len(numbers) == 2 else (1, numbers[0] if numbers else 1)

@@ -17,6 +17,7 @@ from ds_trainer.utils.units import counted
 _MOST = 20
 """How many kinds of problems a message lists; the others are counted."""
 _MOST_ALIKE, _SHOWN_LINES = 5, 3
+_LONG = re.compile(r"(\S{300})\S{700,}(?=\S{100})")  # the middle of what is too long to be read
 _PLACE = re.compile(r"(?P<file>[^\n]*?)(?P<kind>:|, row )(?P<number>\d+)")
 _VARIES = re.compile(r"""\d+|'[^'\n]*'|"[^"\n]*"|(?<=key )\S+""")  # between two problems of one kind
 
@@ -42,7 +43,7 @@ class ConfigError(ValueError):
         else:
             numbered = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(listed, 1))
             message = f"{counted(len(self.problems), 'problem')}:\n{numbered}"
-        super().__init__(shown(message))
+        super().__init__(shown(_LONG.sub(r"\1...", message)))
 
 
 class _Group:

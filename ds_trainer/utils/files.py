@@ -231,6 +231,14 @@ def read_user_json(path: str | os.PathLike[str], source: str) -> Any:
     return json_of(read_user_file(path, source, "JSON file"), source)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """``json.loads``; text that is nested too deeply is a ValueError, too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def json_of(text: str, source: str) -> Any:
     """The JSON value in ``text``, which ``source`` names in errors.
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import whole_number
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_SIZES = ("LOCAL_SIZE",)  # set by deepspeed; not LOCAL_WORLD_SIZE, which accelerate sets to 1 if it is missing
@@ -140,15 +141,15 @@ def likely_rank(environment: Mapping[str, str]) -> int:
         return resolve_ranks(environment).rank
     except ConfigError:
         candidates = ["RANK", *(names.rank for names in _MPI), "SLURM_PROCID"]
-        given = [number for name in candidates if (number := _number(environment.get(name, ""))) is not None]
+        given = [number for name in candidates if (number := whole_number(environment.get(name, ""))) is not None]
         return given[0] if given else 0
 
 
 def known_local_size(environment: Mapping[str, str]) -> int | None:
     """Number of ranks on this machine; None if the launcher does not set it."""
     names = ("LOCAL_WORLD_SIZE", *_LOCAL_SIZES, *(names.local_size for names in _MPI))
-    sizes = [number for name in names if (number := _number(environment.get(name, ""))) is not None]
-    counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environment.get("SLURM_NODEID", ""))
+    sizes = [number for name in names if (number := whole_number(environment.get(name, ""))) is not None]
+    counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), whole_number(environment.get("SLURM_NODEID", ""))
     if "SLURM_STEP_ID" in environment and node is not None:
         for size, times in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", counts):
             if node < int(times or 1):
@@ -196,7 +197,7 @@ def _from_slurm_step(environment: Mapping[str, str]) -> RankInfo:
         port = _integer(environment, "MASTER_PORT")
     else:
         job = _integer(environment, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environment else 0
-        offset = job * 7 + (_number(environment["SLURM_STEP_ID"]) or 0)
+        offset = job * 7 + (whole_number(environment["SLURM_STEP_ID"]) or 0)
         port = _FIRST_PORT + offset % _PORTS
     return RankInfo(rank, world_size, _integer(environment, "SLURM_LOCALID"), address or "127.0.0.1", port, "srun")
 
@@ -305,17 +306,12 @@ def first_host(node_list: str) -> str:
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    number = _number(text)
+    number = whole_number(text)
     if number is None:
         raise ConfigError(
             f"The environment variable {name}={text[:99]!r} must be a whole number; the launcher sets it."
         )
     return number
-
-
-def _number(text: str) -> int | None:
-    """A whole number as launchers write it; of other digits and of thousands ``int`` makes a number or a bare error."""
-    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def _check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from ds_trainer.utils.exit_codes import Restart, code_of, row_of
+from ds_trainer.utils.units import whole_number
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # DIRECTORY/attempt_N/LOCAL_RANK/error.json
 _NAME = "final.json"
@@ -64,8 +65,8 @@ def record_final(exit_code: int, text: str, environment: Mapping[str, str] = os.
 def _attempt(environment: Mapping[str, str]) -> Path | None:
     """The folder of this rank in this attempt of torchrun; None without one, or if torchrun would not restart."""
     folder = Path(environment.get(_ERROR_FILE, "")).parent
-    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
-    if not (restarts.isdigit() and int(restarts) > 0 and re.fullmatch(r"attempt_\d+", folder.parent.name)):
+    restarts = whole_number(environment.get("TORCHELASTIC_MAX_RESTARTS", ""))
+    if not (restarts and re.fullmatch(r"attempt_\d+", folder.parent.name)):
         return None
     return folder if _is_rank() and folder.is_dir() else None
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 
 _PREFIXES = ("", "k", "M", "B", "T")  # B, not G: parameters and tokens are counted in billions
+
+
+def whole_number(text: str) -> int | None:
+    """The number that ``text`` is; None if it is not 1 to 18 digits. ``int`` takes other digits, and fails for many."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def _decimal(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"[0-9]{1,18}(\.[0-9]{0,18})?|\.[0-9]{1,18}", text) else None
 
 
 def human_count(number: float) -> str:
@@ -71,8 +81,8 @@ def parse_size(text: str) -> int:
     compact = text.replace(" ", "").upper()
     for unit in sorted(_SIZE_UNITS, key=len, reverse=True):
         number = compact.removesuffix(unit)
-        if number != compact and number.replace(".", "", 1).isdigit() and float(number) > 0:
-            return int(float(number) * _SIZE_UNITS[unit])
+        if number != compact and (size := _decimal(number)):
+            return int(size * _SIZE_UNITS[unit])
     raise ValueError(f"{text!r} is not a size; use a form like '5GB' or '200MB'")
 
 
@@ -82,7 +92,7 @@ def parse_tokens(text: str) -> int:
     """
     compact = text.replace(" ", "").replace("_", "").upper()
     unit = {"K": 2**10, "M": 2**20}.get(compact[-1:], 1)
-    number = compact[:-1] if unit > 1 else compact
-    if number.replace(".", "", 1).isdecimal() and (tokens := float(number) * unit) == int(tokens) > 0:
+    tokens = (_decimal(compact[:-1] if unit > 1 else compact) or 0) * unit
+    if tokens == int(tokens) > 0:
         return int(tokens)
     raise ValueError(f"{text!r} is not a number of tokens; use a form like '64K', '1M' or '131072'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 import warnings
 from dataclasses import dataclass
@@ -207,6 +208,28 @@ def test_all_wrong_values_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         TrainingArguments("out", seed=-1, optim="x", learning_rate=-1, zero_stage=9)
     assert len(error.value.problems) == 4
+
+
+NUMBERS = (math.inf, -math.inf, math.nan, 10**400, 2**63, 1e300, "5", "\u00b2", "9" * 5000, "1e999", "", True, -1, 0.5)
+NESTED = '{"x":' + "[" * 100_000
+
+
+@pytest.mark.parametrize("name", sorted(field.name for field in dataclasses.fields(TrainingArguments)))
+@pytest.mark.cases("logging_steps", "max_steps", "seed", "save_total_limit", "lr_scheduler_kwargs", rest="extended")
+def test_any_number_and_any_text_of_an_argument_is_taken_or_is_one_short_error(name: str) -> None:
+    for value in (*NUMBERS, NESTED):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                TrainingArguments("out", **({} if name == "output_dir" else {name: value}))
+        except ConfigError as error:
+            assert len(str(error)) < 9000 and name.split("_")[0] in str(error)
+
+
+def test_texts_of_numbers_are_numbers() -> None:
+    assert TrainingArguments("out", include_for_metrics="loss").include_for_metrics == ["loss"]  # type: ignore[arg-type]
+    args = TrainingArguments("out", save_steps="1e3", eval_steps="5", warmup_steps="0.1", num_train_epochs="2")  # type: ignore[arg-type]
+    assert (args.save_steps, args.eval_steps, args.warmup_steps, args.num_train_epochs) == (1000, 5, 0.1, 2)
 
 
 def test_secrets_are_not_shown_in_errors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -13,7 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_trainer
-from ds_trainer.utils.units import counted, human_count, human_duration, human_operations
+from ds_trainer.arguments.compat.dict_fields import mapping_of_text
+from ds_trainer.launching.batch_script import parse_time_limit
+from ds_trainer.recipes.devices import parse_devices
+from ds_trainer.training.stopping.job_end import JobEnd
+from ds_trainer.training.stopping.stop_controller import launcher_restarts
+from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import (
+    counted,
+    human_count,
+    human_duration,
+    human_operations,
+    parse_size,
+    parse_tokens,
+    whole_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +78,27 @@ def test_one_is_no_plural() -> None:
 
 
 PRINTED = ("cli", "data/packing/rows.py", "launching", "monitor", "recipes", "samples", "training/dry_run.py")
+SQUARE, THOUSANDS, ARABIC = "\u00b2", "9" * 5000, "\u0663"  # isdigit() is true; int() and float() fail or take them
+
+
+@pytest.mark.parametrize("text", [SQUARE, THOUSANDS, ARABIC, "--5"])
+def test_numbers_in_text_are_few_ascii_digits(text: str) -> None:
+    """Wherever a number is read from the environment, an option or a file."""
+    assert whole_number(text) is None and whole_number("42") == 42
+    for parse in (parse_size, parse_tokens, parse_time_limit):
+        with pytest.raises(ValueError, match="is not a"):
+            parse(f"{text}GB" if parse is parse_size else text)
+    variables = {"TORCHELASTIC_RESTART_COUNT": text, "TORCHELASTIC_MAX_RESTARTS": "3", "SLURM_JOB_END_TIME": text}
+    assert not launcher_restarts(variables)
+    assert JobEnd({**variables, "SLURM_JOB_ID": "1", "PATH": ""}).at is None
+    for moment in (text, "nan", "inf", "-5", "1e999"):
+        with pytest.raises(ConfigError, match="seconds since 1970"):
+            JobEnd({"DS_TRAINER_JOB_END": moment})
+    with pytest.raises(ConfigError):
+        parse_devices(f"{text} x H100-80GB")
+    assert mapping_of_text(json.dumps({"x": text})) == {"x": text}
+
+
 PLURAL = (
     "answers|batches|checkpoints|columns|conversations|devices|directories|documents|entries|epochs|errors|examples|"
     "failures|files|GPUs|images|keys|layers|lines|machines|micro-batches|models|nodes|operators|problems|processes|"

@@ -13,8 +13,11 @@ from typing import Any
 from ds_trainer.arguments.enums import CHOICES
 from ds_trainer.arguments.redefined import is_redefined
 from ds_trainer.arguments.typed import WrongType, describe, read_as
-from ds_trainer.arguments.yaml_reader import Located
+from ds_trainer.arguments.yaml_reader import Located, parse_float
+from ds_trainer.utils.files import shortened
 from ds_trainer.utils.secrets import is_secret, masked, without_secrets
+
+_FLOATS = (float, float | None)
 
 
 def type_problems(args: Any) -> Iterator[str]:
@@ -30,8 +33,13 @@ def type_problems(args: Any) -> Iterator[str]:
             yield f"{name}: the mapping is nested without end; does it contain itself?"
         except WrongType as error:
             secret = is_secret(name)
-            shown = f"{masked(name)}: expected {describe(hint)}" if secret else f"{without_secrets(value)!r}: {error}"
+            shown = f"{masked(name)}: expected {describe(hint)}" if secret else f"{_shown(value)}: {error}"
             yield f"{name}={shown}."
+
+
+def _shown(value: Any) -> str:
+    too_long = isinstance(value, int) and value.bit_length() > 64  # Python does not write thousands of digits
+    return "(too large)" if too_long else shortened(repr(without_secrets(value)))
 
 
 @functools.cache
@@ -55,4 +63,11 @@ def located(value: Any, hint: Any) -> Located:
         return Located({key: located(entry, Any) for key, entry in value.items()}, "")
     if isinstance(value, list | tuple | set):
         return Located([located(entry, Any) for entry in value], "")
-    return Located(value, "", value if hint is float and isinstance(value, str) else None)
+    return Located(value, "", value if hint in _FLOATS and isinstance(value, str) else None)
+
+
+def numbers_of_text(args: Any) -> dict[str, float]:
+    """The numbers that the texts in fields of floats are: YAML 1.1 reads ``1e-3`` as text. Types must be right."""
+    cls: Any = type(args)
+    texts = {name: getattr(args, name) for name, hint in _hints(cls).items() if hint in _FLOATS}
+    return {name: parse_float(text) for name, text in texts.items() if isinstance(text, str)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from ds_trainer.arguments.enums import CHOICES, DebugOption, SchedulerType, Toke
 from ds_trainer.arguments.parallelism_config import parallelism_config_problems
 from ds_trainer.arguments.redefined import is_redefined, packs
 from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.files import parse_json
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.units import parse_size, parse_tokens
 
@@ -114,14 +114,15 @@ def _number_problems(args: Any) -> Iterator[str]:
         yield f"loss_spike_factor={factor!r} must be a finite number above 1, or None (no detection)."
     if _RATE_OF_A_TYPO <= float(args.learning_rate) < math.inf:
         yield f"learning_rate={args.learning_rate!r} is a mistake; a typical value is 5e-5 (5 / 100,000)."
-    if args.warmup_steps > 1 and args.warmup_steps != int(args.warmup_steps):
+    if args.warmup_steps > 1 and not float(args.warmup_steps).is_integer():
         yield (
             f"warmup_steps={args.warmup_steps!r} must be a whole number of steps, or below 1 a fraction of all steps."
         )
     for name in ("seed", "data_seed"):
         value = getattr(args, name)
-        if value is not None and value < 0:
-            yield f"{name}={value!r} must be an integer that is not negative."
+        if value is not None and not 0 <= value < 2**32:
+            limit = "that is not negative" if value < 0 else "below 2**32, as numpy takes it"
+            yield f"{name}={value!r} must be an integer {limit}."
     shards = args.stream_shards
     if shards not in (None, "auto", "own") and not (type(shards) is int and shards > 0):
         yield f"stream_shards={shards!r} must be a positive integer, 'auto', 'own' or None."
@@ -147,7 +148,7 @@ def _interval_problems(args: Any) -> Iterator[str]:
             continue
         if not value > 0:
             yield f"{name}={value!r} must be positive: steps, or below 1 a fraction of all steps."
-        elif value > 1 and value != int(value):
+        elif value > 1 and not float(value).is_integer():
             yield f"{name}={value!r} must be a whole number of steps, or below 1 a fraction of all steps."
 
 
@@ -175,7 +176,7 @@ def _json_problems(name: str, value: Any) -> Iterator[str]:
     if not isinstance(value, str):
         return
     try:
-        if not isinstance(json.loads(value), dict):
+        if not isinstance(parse_json(value), dict):
             yield f"{name}={value!r} must be a mapping in JSON, like '{{\"name\": 1}}'."
     except ValueError as error:
         yield f"{name}={value!r} is not valid JSON ({error}); write it like '{{\"name\": 1}}'."
@@ -307,7 +308,8 @@ def length_problems(length: int | str | None) -> Iterator[str]:
 
 def evaluation_problems(args: Any) -> Iterator[str]:
     """One sentence for each invalid value."""
-    for name in args.include_for_metrics:
+    asked = args.include_for_metrics
+    for name in [asked] if isinstance(asked, str) else asked:
         if name not in ("inputs", "loss"):
             yield f"include_for_metrics={args.include_for_metrics!r}: '{name}' is neither 'inputs' nor 'loss'."
     if args.bf16_full_eval and args.fp16_full_eval:

@@ -6,9 +6,12 @@ Source: ``TrainingArguments.__post_init__`` of transformers 5, which reads text 
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from typing import Any
+
+from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.units import whole_number
 
 VALID_DICT_FIELDS = [
     "accelerator_config",
@@ -24,7 +27,7 @@ def dict_field_problems(args: Any) -> Iterator[str]:
     """One sentence for each field of a subclass whose text begins with a brace and is not JSON."""
     for name in _of_subclasses(args):
         try:
-            json.loads(getattr(args, name))
+            parse_json(getattr(args, name))
         except ValueError as error:
             yield (f"{name}={getattr(args, name)!r} is not valid JSON ({error}); write it like '{{\"key\": 1}}'.")
 
@@ -37,7 +40,7 @@ def read_dict_fields(args: Any) -> None:
 
 def mapping_of_text(text: str) -> dict[str, Any]:
     """The mapping in JSON ``text``. Strings inside that are true, false or a number become such, as in transformers."""
-    return {name: _typed(value) for name, value in json.loads(text).items()}
+    return {name: _typed(value) for name, value in parse_json(text).items()}
 
 
 def _typed(value: Any) -> Any:
@@ -47,9 +50,9 @@ def _typed(value: Any) -> Any:
         return value
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
-    if value.isdigit():
-        return int(value)
-    return float(value) if value.replace(".", "", 1).isdigit() else value
+    if (number := whole_number(value)) is not None:
+        return number
+    return float(value) if re.fullmatch(r"[0-9]*\.[0-9]*", value) and len(value) > 1 else value
 
 
 def _of_subclasses(args: Any) -> list[str]:

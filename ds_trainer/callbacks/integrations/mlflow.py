@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +14,9 @@ from ds_trainer.callbacks.integrations.hyperparameters import flattened, hyperpa
 from ds_trainer.callbacks.integrations.tracker import Tracker, logger, number
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import parse_json
 from ds_trainer.utils.threads import new_executor
+from ds_trainer.utils.units import whole_number
 
 
 class MLflowCallback(Tracker):
@@ -44,7 +45,7 @@ class MLflowCallback(Tracker):
         """Raise ConfigError for settings of the tracker that cannot work."""
         _tags()
         wanted = os.environ.get("MLFLOW_MAX_LOG_PARAMS")
-        if wanted and not wanted.isdigit():
+        if wanted and whole_number(wanted) is None:
             raise ConfigError(f"MLFLOW_MAX_LOG_PARAMS={wanted} (environment) must be a whole number of parameters.")
 
     def start(self, args: Any, state: TrainerState, model: Any) -> None:
@@ -134,7 +135,7 @@ def _is_on(variable: str) -> bool:
 def _tags() -> dict[str, Any]:
     text = os.environ.get("MLFLOW_TAGS")
     try:
-        tags = json.loads(text) if text else {}
+        tags = parse_json(text) if text else {}
     except ValueError:
         tags = None
     if not isinstance(tags, dict):

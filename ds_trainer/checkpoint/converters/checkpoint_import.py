@@ -88,11 +88,11 @@ def import_checkpoint(source: Path, to: Path, trusted: bool = False) -> tuple[Pa
         ConfigError: the target exists, or as :func:`import_hidden`.
     """
     checkpoint, directory = other_format_at(source), CheckpointDirectory(to)
-    partial, converted = import_hidden(checkpoint, directory, trusted)
-    final = to / f"checkpoint-{converted.step}"
+    check_pickles(checkpoint.files, trusted)
+    final = to / f"checkpoint-{_step_of(checkpoint, trusted)}"
     if final.exists():
-        disk.remove_tree(partial)
         raise ConfigError(f"{final} already exists. Choose another directory, or remove it.")
+    partial, converted = import_hidden(checkpoint, directory, trusted)
     directory.publish(partial, converted.step)
     return final, converted
 

@@ -33,6 +33,7 @@ from ds_trainer.checkpoint.shards.engine_files import CLIENT_STATE_FILE
 from ds_trainer.checkpoint.shards.shard_content import ShardContent
 from ds_trainer.engine.state.state_shards import StateShard
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import parse_json
 
 _FILE_BYTES = 2**30  # bytes of state shards per file
 _ADAM = {"exp_avg", "exp_avg_sq", "step"}
@@ -287,7 +288,7 @@ def _trainer_state(checkpoint: ConvertibleCheckpoint, state: ConvertedState, not
     values: dict[str, Any] = {"global_step": state.step, "epoch": 0}
     path = checkpoint.path / "trainer_state.json"
     if checkpoint.is_hf_trainer:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         notes.append("trainer state with logs, best metric and callback states (trainer_state.json)")
         if values.get("best_model_checkpoint"):
             notes.append("NOT converted: the best model, which is a transformers checkpoint. Its metric is kept")

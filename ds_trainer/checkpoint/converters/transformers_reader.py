@@ -6,7 +6,6 @@ identify them, and shapes must match.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -30,6 +29,7 @@ from ds_trainer.engine.state.state_shards import (
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import parse_json
 
 _OPTIMIZER = "optimizer.pt"
 _ADAM, _QUANTIZED = frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"state1", "state2", "qmap1", "absmax1"})
@@ -222,7 +222,7 @@ class TransformersCheckpoint:
         half = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         precision = next((half[one] for one in self.weights.types if one in half), None)
         config = {} if precision is None else {precision: {"enabled": True}}
-        step = json.loads((self._directory / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+        step = parse_json((self._directory / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
         return {"global_steps": step, "dp_world_size": ranks, "ds_config": config}
 
 

@@ -6,7 +6,6 @@ buffer.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from ds_trainer.checkpoint.weights.weight_files import read_header_and_metadata
 from ds_trainer.engine.state.state_shards import BUFFER, MASTER, WEIGHT
 from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import parse_json
 
 _CHUNK = 32 * 2**20  # bytes of a shard that are read at a time
 
@@ -72,8 +72,8 @@ class CheckpointWeights:
             )
         for path in paths:
             header, metadata = read_header_and_metadata(path)
-            in_model = json.loads(metadata.get("in_model", "{}"))
-            for key, listed in json.loads(metadata["places"]).items():
+            in_model = parse_json(metadata.get("in_model", "{}"))
+            for key, listed in parse_json(metadata["places"]).items():
                 shard_slice = ShardSlice.from_json(listed)
                 if key in in_model:  # with the other ranks' shards: that file has the full tensor
                     name, offset, dtype = in_model[key]

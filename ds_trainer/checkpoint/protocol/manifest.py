@@ -18,6 +18,7 @@ from typing import Any
 from ds_trainer.checkpoint.protocol.file_records import FileRecord
 from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.files import parse_json
 
 MANIFEST_FILE = "manifest.json"
 WRITER = "ds_trainer"
@@ -85,7 +86,7 @@ class Manifest:
         path = directory / MANIFEST_FILE
         try:
             text = path.read_text(encoding="utf-8")
-            values = json.loads(text)
+            values = parse_json(text)
             intact = text == _text(values)
             intact = values.pop("digest") == _digest(values) and intact
         except FileNotFoundError:

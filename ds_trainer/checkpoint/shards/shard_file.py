@@ -20,6 +20,7 @@ from ds_trainer.checkpoint.shards.element_types import TYPES, type_of
 from ds_trainer.checkpoint.shards.model_plan import TensorLocation
 from ds_trainer.engine.state.state_shards import StateShard
 from ds_trainer.parallel.shard_slices import ShardSlice, copy_common
+from ds_trainer.utils.files import parse_json
 
 _CHUNK = 16 * 2**20  # bytes written at a time
 _SLICES = "places"  # the name that format 1 of the checkpoints has for them
@@ -173,17 +174,17 @@ class ShardFile:
         self.path = path
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            self._entries = json.loads(stream.read(length))
+            self._entries = parse_json(stream.read(length))
         self._start = 8 + length
         metadata = self._entries.pop("__metadata__")
-        self.slices = {key: ShardSlice.from_json(value) for key, value in json.loads(metadata[_SLICES]).items()}
+        self.slices = {key: ShardSlice.from_json(value) for key, value in parse_json(metadata[_SLICES]).items()}
         self.scalars: dict[str, dict[str, Any]] = {
             name: {key: _scalar_from_json(value) for key, value in of.items()}
-            for name, of in json.loads(metadata["scalars"]).items()
+            for name, of in parse_json(metadata["scalars"]).items()
         }
         self.in_model: dict[str, TensorLocation] = {
             key: TensorLocation(name, offset, type_of(dtype))
-            for key, (name, offset, dtype) in json.loads(metadata.get("in_model", "{}")).items()
+            for key, (name, offset, dtype) in parse_json(metadata.get("in_model", "{}")).items()
         }
         self.kinds: dict[str, dict[str, torch.dtype]] = {}
         for key in self.slices:

@@ -29,6 +29,7 @@ from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.files import parse_json
 
 BASE_FILE = "base.json"
 _SAMPLES = 256  # elements per tensor
@@ -87,7 +88,7 @@ class BaseDigest:
         path = checkpoint / BASE_FILE
         if not path.is_file():
             return None
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         return cls(values["model"], {name: (t, tuple(s), d) for name, (t, s, d) in values["tensors"].items()})
 
     def restricted_to_frozen(self, model: nn.Module) -> BaseDigest:

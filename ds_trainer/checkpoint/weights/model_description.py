@@ -26,6 +26,7 @@ from ds_trainer.checkpoint.weights.weight_files import Section, WeightSpec
 from ds_trainer.engine.state.buffers import persistent_buffers
 from ds_trainer.engine.weights import full_shape, saved_tensors
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import parse_json
 
 DESCRIPTION_FILE = "model.json"
 CONFIGURATION_FILES = ("config.json", "generation_config.json")
@@ -110,7 +111,7 @@ class ModelDescription:
         """
         path = checkpoint / DESCRIPTION_FILE
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
                 f"{checkpoint} does not describe its model ({DESCRIPTION_FILE} is missing): it is not a checkpoint, or "
@@ -139,7 +140,7 @@ def description_files(model: nn.Module, processing_class: Any) -> Iterator[InMem
     files.update(_processing_files[0][1])
     if "config.json" in files:
         types = [tensor.dtype for tensor in saved_tensors(model).values()]
-        values = completed_config(json.loads(files["config.json"]), type(model).__name__, types)
+        values = completed_config(parse_json(files["config.json"]), type(model).__name__, types)
         files["config.json"] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
     description = describe(model, sorted(files))
     tensors = [asdict(tensor) for tensor in description.tensors]
@@ -187,7 +188,7 @@ def describe(model: Any, files: list[str]) -> ModelDescription:
     if adapted:
         inner = model.get_base_model() if wrapped else model
         adapters = {
-            name: json.loads(_files_of(config)["adapter_config.json"]) for name, config in model.peft_config.items()
+            name: parse_json(_files_of(config)["adapter_config.json"]) for name, config in model.peft_config.items()
         }
         names = model.active_adapters
         active = list(names() if callable(names) else names)

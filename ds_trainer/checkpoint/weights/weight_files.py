@@ -18,7 +18,7 @@ import torch
 
 from ds_trainer.checkpoint.shards.element_types import TYPES
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush, write_json
+from ds_trainer.utils.files import flush, parse_json, write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -221,7 +221,7 @@ def _parse(stream: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int
     try:
         if not 2 <= length <= size - 8:
             raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-        entries = json.loads(stream.read(length))
+        entries = parse_json(stream.read(length))
         if not isinstance(entries, dict):
             raise ValueError("its header is not a JSON object")
     except ValueError as error:

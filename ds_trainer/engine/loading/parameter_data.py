@@ -15,9 +15,7 @@ from torch import nn
 from ds_trainer.engine.loading.weight_source import WeightSource
 from ds_trainer.engine.state.flat_partitions import UnknownState, parameter_slice
 from ds_trainer.parallel.shard_slices import ShardSlice
-from ds_trainer.utils.errors import ConfigError
-
-_MAX_NAMES = 5  # names in a message
+from ds_trainer.utils.errors import ConfigError, listed
 
 
 def set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
@@ -66,13 +64,14 @@ def check_source(model: nn.Module, source: WeightSource | None) -> None:
     if parameters := unknown(model.named_parameters()):
         problems.append(
             f"{len(parameters)} parameters of {owner} are on the meta device without a weight source: "
-            f"{_listed(parameters)}. Load the model with ds_trainer.from_pretrained, build it with its weights, or "
+            f"{listed(parameters, 5)}. Load the model with ds_trainer.from_pretrained, build it with its weights, or "
             "attach a source with ds_trainer.engine.loading.weight_source.attach_weight_source."
         )
     if buffers := unknown(model.named_buffers(), _saved_buffers(model)):
         problems.append(
-            f"{len(buffers)} buffers of {owner} are on the meta device, and no file contains them: {_listed(buffers)}. "
-            "Build the model with real buffers (ds_trainer.engine.loading.empty_model.empty_model)."
+            f"{len(buffers)} buffers of {owner} are on the meta device, and no file contains them: "
+            f"{listed(buffers, 5)}. Build the model with real buffers "
+            "(ds_trainer.engine.loading.empty_model.empty_model)."
         )
     if problems:
         raise ConfigError(problems)
@@ -134,7 +133,3 @@ def _saved_buffers(model: nn.Module) -> set[str]:
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -16,6 +15,7 @@ from ds_trainer.monitor.metrics_file import read_records
 from ds_trainer.monitor.report.history import HISTORY_NAME, read_sessions
 from ds_trainer.monitor.report.outcome import outcome_of
 from ds_trainer.monitor.report.run_files import METRICS_NAME, RunFiles, is_number
+from ds_trainer.utils.files import parse_json
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _OTHER_SCREEN, _FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
@@ -185,7 +185,7 @@ class MetricsFollower:
 
     def _add(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except (ValueError, RecursionError):  # a line of a killed writer, or binary data
             record = None
         if not isinstance(record, dict):

@@ -14,7 +14,7 @@ from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.jit_locks import mapped_files
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory
 from ds_trainer.utils.open_files import open_file_problem
-from ds_trainer.utils.units import counted, human_bytes
+from ds_trainer.utils.units import counted, human_bytes, whole_number
 
 GB = 10**9
 FEW_INODES = 10_000
@@ -163,7 +163,7 @@ def core_findings(affinities: Iterable[frozenset[int]], threads: str | None) -> 
     if threads is None and len(each) > 1:
         remedy = f"export OMP_NUM_THREADS={fair}: otherwise every rank starts one thread per visible core."
         return [Finding(Level.WARN, "cores", message, remedy)]
-    if threads is not None and threads.isdigit() and int(threads) * len(each) > cores:
+    if (whole_number(threads or "") or 0) * len(each) > cores:
         return [
             Finding(Level.WARN, "cores", message, f"export OMP_NUM_THREADS={fair}: there are more threads than cores.")
         ]

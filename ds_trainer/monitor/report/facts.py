@@ -19,7 +19,7 @@ import psutil
 
 from ds_trainer.arguments.serialize import plain
 from ds_trainer.utils.secrets import command_words, is_secret, masked, without_secrets
-from ds_trainer.utils.units import human_bytes
+from ds_trainer.utils.units import human_bytes, whole_number
 
 _PACKAGES = ("ds_trainer", "deepspeed", "torch", "transformers", "datasets", "tokenizers", "peft", "accelerate")
 _GIT_SECONDS = 5.0
@@ -118,8 +118,7 @@ def process_facts() -> dict[str, Any]:
 
 def restart_count() -> int:
     """How often a launcher or the scheduler has restarted this job."""
-    counts = [os.environ.get(name, "") for name in _RESTARTS]
-    return sum(int(text) for text in counts if text.isdigit())
+    return sum(whole_number(os.environ.get(name, "")) or 0 for name in _RESTARTS)
 
 
 def began_at() -> float:

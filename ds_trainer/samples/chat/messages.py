@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ds_trainer.samples.chat.options import ROLES
 from ds_trainer.samples.chat.problems import SampleProblem
+from ds_trainer.utils.files import parse_json
 
 Message = dict[str, Any]
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -120,7 +120,7 @@ def _tool_call(call: Any, where: str, refuse: Any) -> Message:
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = parse_json(arguments or "{}")
         except ValueError as error:
             raise refuse(f"{where} has a tool call whose arguments are not JSON: {error}.") from None
     if not isinstance(arguments, dict | None):
@@ -132,7 +132,7 @@ def _tool_call(call: Any, where: str, refuse: Any) -> Message:
 def _tools(tools: Any, refuse: Any) -> list[Message] | None:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools or "null")
+            tools = parse_json(tools or "null")
         except ValueError as error:
             raise refuse(f"'tools' is not JSON: {error}.") from None
     if not tools:

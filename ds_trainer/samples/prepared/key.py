@@ -22,7 +22,7 @@ from ds_trainer.samples.prepared.block_file import writing
 from ds_trainer.samples.prepared.manifest import FORMAT
 from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json, write_json
+from ds_trainer.utils.files import parse_json, read_json, write_json
 from ds_trainer.utils.threads import new_executor
 
 _PART = 64 * 2**20  # bytes that one thread reads
@@ -148,7 +148,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 def _content_of(path: Path) -> Any:
     data = path.read_bytes()
     if path.suffix == ".json":
-        values = json.loads(data)
+        values = parse_json(data)
         if isinstance(values, dict):
             return {name: value for name, value in values.items() if name not in _NO_CONTENT}
     return hashlib.sha256(data).hexdigest()

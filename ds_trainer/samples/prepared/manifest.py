@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_trainer.samples.prepared.block_file import DamagedDataset, FileRecord, writing
-from ds_trainer.utils.files import flush
+from ds_trainer.utils.files import flush, parse_json
 
 MANIFEST_FILE = "manifest.json"
 LENGTHS_FILE, OFFSETS_FILE = "lengths", "offsets"
@@ -124,7 +124,7 @@ class Manifest:
         path = directory / MANIFEST_FILE
         try:
             text = path.read_text(encoding="utf-8")
-            values = json.loads(text)
+            values = parse_json(text)
             intact = text == _text(values)
             intact = values.pop("digest") == _digest(values) and intact
         except FileNotFoundError:

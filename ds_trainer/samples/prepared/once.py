@@ -34,7 +34,7 @@ from filelock import FileLock, Timeout
 
 from ds_trainer.samples.prepared.block_file import writing
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import flush_path, new_partial
+from ds_trainer.utils.files import flush_path, new_partial, parse_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.threads import new_thread
@@ -114,7 +114,7 @@ class _Holder:
     def silent_for(self, lock: Path) -> float:
         """Seconds since the last sign of life."""
         with suppress(OSError, ValueError):  # there is none, or it is being written
-            self.values = json.loads(self._path.read_text(encoding="utf-8"))
+            self.values = parse_json(self._path.read_text(encoding="utf-8"))
         try:
             inode = lock.stat().st_ino
         except OSError:

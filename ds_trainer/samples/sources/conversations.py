@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from ds_trainer.samples.sources.images import check_images, type_name
 from ds_trainer.samples.sources.marks import ReadKeys
 from ds_trainer.samples.sources.record import BadRecord
 from ds_trainer.utils.errors import did_you_mean
+from ds_trainer.utils.files import parse_json
 
 ROLES = {
     "system": "system",
@@ -141,7 +141,7 @@ def parsed_json(text: str, key: str) -> Any:
         BadRecord: it is not JSON.
     """
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"{_shown(key)} is a text, and not valid JSON: {error}") from error
 

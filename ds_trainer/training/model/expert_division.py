@@ -92,9 +92,7 @@ def _product(config: Any) -> Callable[..., Any]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     chosen = config._experts_implementation
-    known = (
-        chosen in ALL_EXPERTS_FUNCTIONS and chosen != IMPLEMENTATION
-    )  # which another model of this configuration set
+    known = chosen in ALL_EXPERTS_FUNCTIONS and chosen != IMPLEMENTATION  # as another model of this configuration set
     product: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS.get(chosen if known else "grouped_mm")
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _exchanged
     config._experts_implementation = IMPLEMENTATION

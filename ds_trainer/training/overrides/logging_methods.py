@@ -10,7 +10,7 @@ from ds_trainer.engine.process_group import stop_process_group
 from ds_trainer.monitor.step_line import format_metrics, metrics_table
 from ds_trainer.training.loop.token_counter import batch_flops
 from ds_trainer.training.overrides.base import TrainerBase
-from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.files import parse_json, write_text_atomic
 from ds_trainer.utils.plain_attributes import only_looks
 from ds_trainer.utils.printable import say, shown
 
@@ -75,7 +75,7 @@ class LoggingMethods(TrainerBase):
         write_text_atomic(self._ds_trainer.output_dir / f"{split}_results.json", _json(metrics))
         if combined:
             path = self._ds_trainer.output_dir / "all_results.json"
-            earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            earlier = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
             write_text_atomic(path, _json({**earlier, **metrics}))
 
     # -- the end of a script ------------------------------------------------------------------------------------------

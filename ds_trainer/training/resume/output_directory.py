@@ -33,6 +33,7 @@ from ds_trainer.optim.optimizer_builder import parameters_of_groups
 from ds_trainer.optim.schedule_stepping import steps_on_metric
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.files import parse_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ class DirectoryLock:
 
     def _describe_holder(self) -> str:
         try:
-            holder = json.loads(self._path.read_text(encoding="utf-8"))
+            holder = parse_json(self._path.read_text(encoding="utf-8"))
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
             return f"process {holder['process']} on {holder['host']} since {since}"
         except (OSError, ValueError, KeyError, TypeError):  # the holder has just taken or released the lock

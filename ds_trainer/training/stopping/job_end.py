@@ -7,6 +7,7 @@ that is set (since SLURM 23). A thread also runs ``squeue`` from time to time, b
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -14,8 +15,10 @@ import time
 from collections.abc import Mapping
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import shortened
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.threads import new_thread
+from ds_trainer.utils.units import whole_number
 
 logger = get_logger(__name__)
 
@@ -42,16 +45,14 @@ class JobEnd:
         self.at: float | None = None
         self._job = ""
         if text := variables.get(VARIABLE):
-            try:
-                self.at = float(text)
-            except ValueError:
+            if not re.fullmatch(r"[0-9]{1,18}(\.[0-9]*)?", text):
                 raise ConfigError(
-                    f"The environment variable {VARIABLE}={text!r} must be the end of the job in seconds since 1970, "
-                    "as `date +%s` prints them; unset it if there is no limit."
-                ) from None
+                    f"The environment variable {VARIABLE}={shortened(text)!r} must be the end of the job in seconds "
+                    "since 1970, as `date +%s` prints them; unset it if there is no limit."
+                )
+            self.at = float(text)
         elif job := variables.get("SLURM_JOB_ID"):
-            if variables.get("SLURM_JOB_END_TIME", "").isdigit():
-                self.at = float(variables["SLURM_JOB_END_TIME"])
+            self.at = whole_number(variables.get("SLURM_JOB_END_TIME", ""))
             if shutil.which("squeue"):
                 self._job = job
         self._closed = threading.Event()

@@ -19,6 +19,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.exit_codes import REQUEUE, STOPPED
 from ds_trainer.utils.host_votes import HostVotes
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import whole_number
 
 logger = get_logger(__name__)
 
@@ -82,8 +83,9 @@ def decode(votes: Sequence[int]) -> StopRequest | None:
 
 def launcher_restarts(environment: Mapping[str, str]) -> bool:
     """Whether the launcher treats every exit code but 0 as a crash, and restarts the ranks (torchrun)."""
-    restarts, limit = (environment.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return restarts.isdigit() and limit.isdigit() and int(restarts) < int(limit)
+    names = ("RESTART_COUNT", "MAX_RESTARTS")
+    restarts, limit = (whole_number(environment.get(f"TORCHELASTIC_{name}", "")) for name in names)
+    return restarts is not None and limit is not None and restarts < limit
 
 
 class TrainingStopped(SystemExit):
