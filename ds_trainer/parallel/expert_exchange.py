@@ -82,12 +82,13 @@ class ExpertExchange:
             of this rank.
 
     Attributes:
+        group: see above.
         calls: how often it has run.
     """
 
     def __init__(self, name: str, group: ProcessGroup, local_experts: int, product: Callable[..., Any]) -> None:
         self._name = name
-        self._group = group
+        self.group = group
         self._ranks = group.size()
         self._local_experts = local_experts
         self._product = product
@@ -126,7 +127,7 @@ class ExpertExchange:
     ) -> None:
         """``all_to_all_single`` with the ranks of the experts; an error of it names the layer."""
         try:
-            all_to_all_single(arriving, rows, received, sent, group=self._group)
+            all_to_all_single(arriving, rows, received, sent, group=self.group)
         except RuntimeError as error:
             raise RuntimeError(f"{self._name}: the exchange of tokens with other ranks has failed. {error}") from error
 

@@ -393,3 +393,7 @@ class RunSetup:
             check_sequence_sharding(trainer.model_wrapped, losses.sharder, batch, *about)
         if packs(assembly.args):
             assembly.packing.check(trainer.model_wrapped, batch, again=True)  # the engine is new
+        if assembly.layout.ep > 1:
+            from ds_trainer.training.loop.expert_proof import check_experts
+
+            check_experts(assembly, batch)

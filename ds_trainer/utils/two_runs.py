@@ -19,6 +19,16 @@ def rms(value: torch.Tensor) -> float:
     return value.double().square().mean().sqrt().item()
 
 
+def largest_row_difference(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest 2-norm of a row's difference, relative to that of the row or of the mean row, if that is larger."""
+    if not expected.numel():
+        return 0.0
+    wanted = expected.double().flatten(1)
+    size = wanted.norm(dim=1)
+    size = size.clamp(min=size.square().mean().sqrt().clamp(min=1e-30))
+    return float(((value.double().flatten(1) - wanted).norm(dim=1) / size).max())
+
+
 def ratio(difference: torch.Tensor, size: torch.Tensor) -> float:
     """0 if what was expected is not finite, which other checks report; nan if only the other value is not."""
     return float(torch.where(size.isfinite(), difference / size.clamp(min=1e-30), 0.0))

@@ -19,7 +19,8 @@ from ds_trainer.utils.errors import ConfigError
 IMPLEMENTATION = "ds_trainer_expert_parallel"
 """The name under which transformers finds the function."""
 
-_EXCHANGE = "ds_trainer_exchange"  # attribute of a module of experts
+EXCHANGE = "ds_trainer_exchange"
+"""Attribute of a module of experts."""
 _FUNCTION = "_gradient_checkpointing_func"  # of transformers' layers
 _KEEPS = "ds_trainer_keeps_routes"
 _NONE = (
@@ -44,6 +45,11 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
     }
+
+
+def divided_layers(model: nn.Module) -> dict[str, Any]:
+    """The modules of ``model`` whose experts are divided, by name."""
+    return {name: module for name, module in model.named_modules() if EXCHANGE in vars(module)}
 
 
 def expert_problems(model: nn.Module, size: int) -> list[str]:
@@ -107,7 +113,7 @@ def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..
     module.num_experts = experts // groups.layout.ep
     exchange = ExpertExchange(name, groups.experts, module.num_experts, product)
     # Not a child of the module: it is no part of the model.
-    object.__setattr__(module, _EXCHANGE, exchange)
+    object.__setattr__(module, EXCHANGE, exchange)
 
     def check(*_: Any) -> None:
         if not exchange.calls:
@@ -117,7 +123,7 @@ def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..
 
 
 def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    exchange: ExpertExchange | None = getattr(module, _EXCHANGE, None)
+    exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
     if exchange is None:  # another model with this configuration
         from transformers.integrations.moe import grouped_mm_experts_forward
 
