@@ -7,14 +7,19 @@ exchange. Values are JSON, because anyone who can reach the port can write to th
 Every rank has two connections to the process that holds the store. The one of the process group may be busy: while NCCL
 or gloo connect ranks, it waits for values that other ranks have yet to write, and blocks every other user. Threads that
 watch other ranks (failures, health, saves) therefore share a second connection, :func:`side_store`.
+
+Python ends a thread that is still inside the store when the interpreter ends by unwinding its stack, which C++ answers
+with SIGABRT: the exit code of a run that is done would be 134. So no thread enters it once the exit has begun.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,6 +31,33 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two polls
 
 _lock = threading.Lock()
 _side: tuple[Any, Any] | None = None  # the store of a process group, and its clone
+_AT_EXIT_SECONDS = 3.0  # that an operation may take which is under way at the exit
+_guarded: weakref.WeakSet[GuardedStore] = weakref.WeakSet()
+
+
+class GuardedStore:
+    """The operations of ``store``, one at a time; none begins once the interpreter ends: its thread waits instead."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._busy = store, threading.Lock()
+        _guarded.add(self)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def guarded(*arguments: Any) -> Any:
+            with self._busy:
+                return getattr(self._store, name)(*arguments)
+
+        return guarded
+
+    def close(self, seconds: float = _AT_EXIT_SECONDS) -> None:
+        """Wait until the operation that is under way has ended, at most ``seconds``; no other one follows."""
+        self._busy.acquire(timeout=seconds)
+
+
+@atexit.register
+def _close_all() -> None:
+    for one in list(_guarded):
+        one.close()
 
 
 def group_store() -> Any:
@@ -91,7 +123,7 @@ class RankStore:
 
     def __init__(self, prefix: str, store: Any = None, ranks: int | None = None) -> None:
         self.prefix = prefix
-        self.connection: Any = side_store() if store is None else store
+        self.connection: Any = GuardedStore(side_store() if store is None else store)
         self._ranks = ranks if ranks is not None else dist.get_world_size() if dist.is_initialized() else 1
 
     def _key(self, key: str) -> str:

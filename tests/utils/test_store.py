@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +149,7 @@ def wait_for_an_attempt(store: RankStore) -> None:
 def wait_for_a_deviation(store: RankStore) -> None:
     deviations = Deviations("x", store._ranks, lambda: (0, 0), dict)
     deviations._store = store.connection
-    store.connection.limit = 200
+    store.connection._store.limit = 200
     with pytest.raises(EOFError):
         deviations.ask((0, 0), 1)
     deviations.close()
@@ -228,3 +230,48 @@ def test_torchs_private_name_is_used_in_one_file() -> None:
         str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "_get_default_store" in path.read_text()
     }
     assert users == {"utils/store.py", "engine/library_rows.py"}  # the second has its digest
+
+
+ENDS_DURING_OPERATIONS = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from ds_trainer.utils.store import RankStore
+from ds_trainer.utils.threads import new_thread
+
+store = RankStore("a", dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=30)), ranks=2)
+
+def watch():
+    while True:
+        store.check("key")
+
+for number in range(3):
+    new_thread(watch, name=f"watch-{number}").start()
+time.sleep(0.2)
+sys.exit(75)
+"""
+
+
+def test_a_process_that_ends_while_threads_use_the_store_keeps_its_exit_code() -> None:
+    """Without the guard it is SIGABRT, whatever the program has returned."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    command = [sys.executable, "-c", ENDS_DURING_OPERATIONS, str(server.port)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (75, "")
+
+
+def test_an_operation_that_never_ends_does_not_hold_the_exit_up() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    class Hangs:
+        def check(self, keys: list[str]) -> bool:
+            entered.set()
+            return leave.wait(60)
+
+    guarded = store_module.GuardedStore(Hangs())
+    threading.Thread(target=guarded.check, args=(["a"],)).start()
+    assert entered.wait(20)
+    began = time.monotonic()
+    guarded.close(0.2)
+    assert 0.2 <= time.monotonic() - began < 10
+    leave.set()

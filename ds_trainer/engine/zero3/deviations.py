@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ds_trainer.utils.store import pause_of, side_store
+from ds_trainer.utils.store import GuardedStore, pause_of, side_store
 from ds_trainer.utils.threads import new_thread
 
 LOOK_SECONDS = 2.0  # also the interval of store queries while a rank is idle for other reasons (a save)
@@ -94,7 +94,7 @@ class Deviations:
         """A separate connection, created at first use: that of the process group may be busy."""
         with self._lock:
             if self._store is None:
-                self._store = side_store()
+                self._store = GuardedStore(side_store())
             return self._store
 
 
