@@ -14,10 +14,11 @@ import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-_FILES = {
-    1: (("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
-    2: (("memory.max", "memory.current"), "inactive_file"),
+_FILES = {  # limits, use, and what of the use the kernel drops first
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
+_NO_LIMIT = 2**62  # version 1 has no word for it, but a number of pages near 2**63
 
 
 class CgroupMemory(NamedTuple):
@@ -37,8 +38,7 @@ def free_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -
 def total_host_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
     """Bytes of host memory that all processes of this job may use on this machine, used or not."""
     total = int(psutil.virtual_memory().total)
-    limited = cgroup_memory(cgroups, membership)
-    return total if limited is None else min(total, limited.limit)
+    return min([total, *(one.limit for one in _limited(cgroups, membership))])
 
 
 def kernel_kills(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
@@ -65,14 +65,20 @@ def cgroup_memory(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> C
 
     Inactive pages of files count as free, since the kernel drops them first.
     """
-    found: list[CgroupMemory] = []
+    return min(_limited(cgroups, membership), key=lambda one: one.limit - one.used, default=None)
+
+
+def _limited(cgroups: Path, membership: Path) -> Iterator[CgroupMemory]:
+    """Those with a limit. Above ``memory.high`` the kernel slows processes until they hardly run: a limit too."""
     for version, directory in _memory_cgroups(cgroups, membership):
-        names, reclaimable = _FILES[version]
-        limit, used = (_number(directory / name) for name in names)
-        if limit is not None:
+        limits, use, reclaimable = _FILES[version]
+        found = [_number(directory / name) for name in limits]
+        if version == 1:  # also of the cgroups above it, which a container does not see
+            found.append(_statistic(directory / "memory.stat", "hierarchical_memory_limit") or None)
+        known = [limit for limit in found if limit is not None and limit < _NO_LIMIT]
+        if known:
             cached = _statistic(directory / "memory.stat", reclaimable)
-            found.append(CgroupMemory(limit, max(0, (used or 0) - cached)))
-    return min(found, key=lambda one: one.limit - one.used, default=None)
+            yield CgroupMemory(min(known), max(0, (_number(directory / use) or 0) - cached))
 
 
 def _memory_cgroups(cgroups: Path, membership: Path) -> Iterator[tuple[int, Path]]:

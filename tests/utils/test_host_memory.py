@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +18,7 @@ from ds_trainer.monitor.doctor.findings import Level
 from ds_trainer.monitor.doctor.machine import memory_finding
 from ds_trainer.utils import host_memory
 from ds_trainer.utils.host_memory import cgroup_memory, free_host_memory, total_host_memory
+from tests.support.memory_limit import memory_limit
 
 GIB = 2**30
 
@@ -88,3 +93,84 @@ def test_only_one_function_queries_free_memory() -> None:
 def test_the_total_is_the_limit_of_the_job(tmp_path: Path) -> None:
     assert total_host_memory(*job(tmp_path, 2, used=7 * GIB)) == 8 * GIB
     assert total_host_memory(tmp_path / "no cgroups", tmp_path / "nothing") == 128 * GIB
+
+
+def cgroup(directory: Path, limits: dict[str, int | str], used: int, version: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, value in limits.items():
+        (directory / name).write_text(f"{value}\n")
+    (directory / ("memory.current" if version == 2 else "memory.usage_in_bytes")).write_text(f"{used}\n")
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "total", "free"),
+    [
+        (
+            {"memory.max": 64 * GIB},
+            {"memory.max": 8 * GIB},
+            8,
+            4,
+        ),  # the outer one is nearly full with the jobs of others
+        ({"memory.max": 8 * GIB}, {"memory.max": 64 * GIB}, 8, -52),
+        ({"memory.max": "max"}, {"memory.max": "max"}, 128, 100),
+        ({"memory.max": "max"}, {"memory.high": 16 * GIB, "memory.max": 32 * GIB}, 16, 15),
+        ({"memory.high": 90 * GIB}, {"memory.high": "max", "memory.max": "max"}, 90, 30),
+        ({"memory.high": "max", "memory.max": 70 * GIB}, {"memory.max": 4 * GIB}, 4, 3),
+        ({"memory.max": 0}, {"memory.max": "max"}, 0, -60),
+    ],
+)
+def test_nested_limits(outer: Any, inner: Any, total: int, free: int, tmp_path: Path) -> None:
+    """The smallest limit is what a job may use; what is free is decided where least is free."""
+    own = tmp_path / "own"
+    own.write_text("0::/slurm/job\n")
+    cgroup(tmp_path / "slurm", outer, 60 * GIB, 2)
+    cgroup(tmp_path / "slurm" / "job", inner, GIB, 2)
+    assert total_host_memory(tmp_path, own) == total * GIB
+    assert free_host_memory(tmp_path, own) == max(0, free) * GIB
+
+
+def test_version_1_without_a_limit_has_none(tmp_path: Path) -> None:
+    """It gives the largest number of pages instead of a word."""
+    own = tmp_path / "own"
+    own.write_text("4:memory:/docker/1\n0::/\n")
+    cgroup(tmp_path / "memory" / "docker" / "1", {"memory.limit_in_bytes": 9223372036854771712}, GIB, 1)
+    assert cgroup_memory(tmp_path, own) is None and total_host_memory(tmp_path, own) == 128 * GIB
+
+
+def test_version_1_says_what_limits_a_container_from_outside(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/\n")
+    cgroup(tmp_path / "memory", {"memory.limit_in_bytes": 9223372036854771712}, GIB, 1)
+    (tmp_path / "memory" / "memory.stat").write_text(f"cache 5\nhierarchical_memory_limit {6 * GIB}\n")
+    assert cgroup_memory(tmp_path, own) == (6 * GIB, GIB)
+
+
+PLANNED = """
+from ds_trainer import TrainingArguments
+from ds_trainer.training.job_devices import JobDevices
+
+print(JobDevices.of_job(TrainingArguments("out", use_cpu=True), 1).cluster.board.memory)
+"""
+
+
+@pytest.mark.extended
+def test_plan_and_doctor_in_a_real_cgroup(tmp_path: Path) -> None:
+    """A limit of the cgroup above that of the process, which has none itself."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    commands = (["-c", PLANNED], ["-m", "ds_trainer", "doctor"])
+    with memory_limit(3 * 10**9) as enter:
+        planned, examined = (
+            subprocess.run(
+                [sys.executable, *command],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                env=environment,
+                preexec_fn=enter,
+                timeout=300,
+                check=False,
+            )
+            for command in commands
+        )
+    assert float(planned.stdout) == pytest.approx(3.0, rel=0.01), planned.stderr
+    assert "this job may use 3 GB and uses" in examined.stdout, examined.stdout + examined.stderr
