@@ -93,13 +93,13 @@ def _is_running(process: int) -> bool:
 
 
 def own_files(directory: Path) -> None:
-    """Replace links to files in ``directory`` by copies, so that writing to them changes no file elsewhere.
+    """Replace links to files in ``directory``, hard ones too, by copies: writing to them must change no file elsewhere.
 
     Links to files of 64 MiB and more stay: those are weights, not configurations, tokenizers or cards.
     """
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.is_symlink() and not path.is_dir():
-            content = path.read_bytes() if path.exists() and path.stat().st_size < 2**26 else None
+        if not path.is_dir() and (path.is_symlink() or path.lstat().st_nlink > 1):
+            content = path.read_bytes() if path.is_file() and path.stat().st_size < 2**26 else None
             if content is not None or not path.exists():
                 path.unlink()
             if content is not None:

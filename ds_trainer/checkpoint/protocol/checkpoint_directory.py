@@ -165,6 +165,7 @@ class CheckpointDirectory:
 
     def remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint. It loses its name first, so no partial checkpoint is left if the process is killed."""
+        disk.check_mounts(checkpoint)
         removed = self._hidden(checkpoint.name, "removed")
         disk.rename(checkpoint, removed)
         disk.flush_file(self.path)

@@ -6,7 +6,9 @@ them fail. Each operation is one step: it has happened or it has not.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -88,14 +90,30 @@ def remove_directory(path: Path) -> None:
     path.rmdir()
 
 
+def check_mounts(path: Path) -> None:
+    """Raise OSError if a file system, or another place of this one (a bind mount), is mounted at or below ``path``."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return
+    here = re.sub(r"[\\ \t\n]", lambda found: f"\\{ord(found[0]):03o}", str(path.resolve()))
+    for place in (line.split(" ")[4] for line in mounts):
+        if place == here or place.startswith(f"{here}/"):
+            raise OSError(errno.EBUSY, "A file system is mounted there", place)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory tree, one file at a time; a tree that is already gone is not an error.
 
     Of symbolic links, ``path`` included, only the link is removed, never what it points at.
+
+    Raises:
+        OSError: something is mounted in it (nothing is removed), or a file operation failed.
     """
     if path.is_symlink():
         remove_file(path)
         return
+    check_mounts(path)
     try:
         entries = sorted(path.iterdir())
     except FileNotFoundError:

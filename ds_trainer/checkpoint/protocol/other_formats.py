@@ -56,7 +56,9 @@ def detect_format(path: Path) -> ConvertibleCheckpoint | None:
         path: the directory given to ``save_checkpoint``, a ``checkpoint-N`` of transformers, or the directory of one
             step (``global_step<N>``).
     """
-    for files in (path, *_pointed_at(path)):
+    pointers = [path / name for name in _POINTERS if (path / name).is_file()]
+    pointed_at = [path / pointer.read_text(encoding="utf-8", errors="replace").strip() for pointer in pointers]
+    for files in (path, *pointed_at):
         if any(files.glob(_MODEL_FILES)):
             checkpoint = ConvertibleCheckpoint(path, CheckpointFormat.DEEPSPEED, files)
             if files != path and (path / "trainer_state.json").is_file():
@@ -67,11 +69,6 @@ def detect_format(path: Path) -> ConvertibleCheckpoint | None:
     if (path / "trainer_state.json").is_file() and any((path / name).is_file() for name in _HF_TRAINER):
         return ConvertibleCheckpoint(path, CheckpointFormat.HF_TRAINER, path)
     return None
-
-
-def _pointed_at(path: Path) -> list[Path]:
-    pointers = [path / name for name in _POINTERS if (path / name).is_file()]
-    return [path / pointer.read_text(encoding="utf-8", errors="replace").strip() for pointer in pointers]
 
 
 def load_deepspeed_pickle(path: Path, trusted: bool) -> Any:

@@ -61,13 +61,17 @@ class Retention:
 
         Called by one process of those that share the directory.
         """
+        limit = self.keep if self.keep_bytes is None else f"{self.keep_bytes / 1e9:g}GB"
+        text = "An old checkpoint in %s could not be removed: %s."
         try:
             for entry in self.surplus(directory.entries()):
-                limit = self.keep if self.keep_bytes is None else f"{self.keep_bytes / 1e9:g}GB"
                 logger.info("Removing %s: save_total_limit=%s.", entry.path, limit)
-                directory.remove(entry.path)
+                try:
+                    directory.remove(entry.path)
+                except OSError as error:  # the others can
+                    logger.warning(text, directory.path, error, extra=EVERY_RANK)
         except OSError as error:
-            logger.warning("An old checkpoint in %s could not be removed: %s.", directory.path, error, extra=EVERY_RANK)
+            logger.warning(text, directory.path, error, extra=EVERY_RANK)
 
     def _is_permanent(self, entry: Entry) -> bool:
         return self.every is not None and entry.manifest is not None and entry.manifest.step % self.every == 0

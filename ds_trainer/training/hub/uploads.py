@@ -60,6 +60,8 @@ class Uploads:
         self._numbers = itertools.count()
         self._pending: list[Future[Any]] = []
         self._worker: ThreadPoolExecutor | None = None
+        if self._root.is_symlink():  # nothing is staged where it points
+            self._root.unlink()
         shutil.rmtree(self._root, ignore_errors=True)  # left by a process that was killed
 
     @property

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -72,6 +74,111 @@ def test_what_a_killed_process_left_may_be_a_link(moved: tuple[Path, Path]) -> N
     assert len(CheckpointDirectory(run).tidy()) == 0
     assert files_in(archive) == before and files_in(run) >= {"checkpoint-2", "latest"}
     assert not list(run.glob(".checkpoint-*"))
+
+
+def link_out(run: Path, outside: Path) -> None:
+    (run / "checkpoint-2" / "data").symlink_to(outside)
+    (run / "checkpoint-2" / "one.bin").symlink_to(outside / "mine.bin")
+
+
+def link_hard(run: Path, outside: Path) -> None:
+    for path in list((run / "checkpoint-2").iterdir()):
+        os.link(path, outside / path.name)
+
+
+def loop(run: Path, outside: Path) -> None:
+    (run / "checkpoint-2" / "again").symlink_to(run)
+    (run / "checkpoint-3").symlink_to("checkpoint-3")
+    (run / "around").symlink_to(".")
+
+
+def name_alike(run: Path, outside: Path) -> None:
+    for name in ("Checkpoint-2", "checkpoint-02.old", "checkpoint-2 ", ".checkpoint-2.partial", "..checkpoint-2.1.old"):
+        write_text_atomic(run / name / "mine.bin", "mine")
+    (run / "checkpoint-5").write_text("a file")
+
+
+def move_away(run: Path, outside: Path) -> None:
+    (run / "checkpoint-2").rename(outside / "checkpoint-2")
+
+
+def rename(run: Path, outside: Path) -> None:
+    (run / "checkpoint-2").rename(run / "best so far")
+
+
+def stop_others(run: Path, outside: Path) -> None:
+    run.chmod(0o700)
+    outside.chmod(0o500)
+
+
+def link_the_pointer(run: Path, outside: Path) -> None:
+    (run / "latest").unlink()
+    (run / "latest").symlink_to(outside / "mine.bin")
+
+
+def link_what_is_hidden(run: Path, outside: Path) -> None:
+    (run / ".checkpoint-8.0123abcd.old").symlink_to(outside)
+    (run / ".latest.0123abcd.partial").symlink_to(outside / "mine.bin")
+
+
+SHAPES = [link_out, link_hard, loop, name_alike, move_away, rename, stop_others, link_the_pointer, link_what_is_hidden]
+
+
+@pytest.mark.parametrize("through", ["", "link", ".."])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_a_run_touches_only_what_it_has_written(shape: Any, through: str, tmp_path: Path) -> None:
+    """Checkpoints are replaced and removed after the user has changed something between two saves."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    write_text_atomic(outside / "mine.bin", "mine")
+    write_text_atomic(run / "notes" / "mine.bin", "mine")
+    (tmp_path / "link").symlink_to(run)
+    path = {"": run, "link": tmp_path / "link", "..": tmp_path / "outside" / ".." / "run"}[through]
+    save(path, 2)
+    save(path, 4)
+    shape(run, outside)
+    before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file() and "mine" in one.name}
+    before.update({one: one.read_bytes() for one in outside.rglob("*") if one.is_file()})
+    for step in (6, 8):
+        save(path, step, Retention(keep=1))
+        CheckpointDirectory(path).tidy()
+    left = {one: content for one, content in before.items() if not one.is_relative_to(run / "checkpoint-2")}
+    assert len(left) >= 2 and {one: one.read_bytes() for one in left} == left
+    assert [entry.path.name for entry in CheckpointDirectory(path).entries() if entry.manifest] == ["checkpoint-8"]
+    assert (run / "latest").read_text() == "checkpoint-8\n" and (tmp_path / "link").is_symlink()
+    assert shape is not rename or (run / "best so far" / MANIFEST_FILE).exists()
+
+
+MOUNTED = """
+from pathlib import Path
+from ds_trainer.checkpoint.protocol.retention import Retention
+from tests.support.checkpoints import save
+save(Path("run"), 8, Retention(keep=1))
+"""
+
+
+@pytest.mark.parametrize("place", ["checkpoint-2", "checkpoint-2/a b"])
+def test_a_checkpoint_with_something_mounted_in_it_is_kept(place: str, tmp_path: Path) -> None:
+    """A bind mount of the same file system, which has the number of its device; the others are removed."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    for step in (2, 4, 6):
+        save(run, step)
+    outside.mkdir()
+    save(outside, 2)
+    (run / place).mkdir(exist_ok=True)
+    mounts = f"mount --bind outside/checkpoint-2 'run/{place}' && exec {sys.executable} -c '{MOUNTED}'"
+    command = ["unshare", "--mount", "bash", "-c", mounts]
+    if subprocess.run([*command[:2], "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount here")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "could not be removed" in ended.stderr and "A file system is mounted there" in ended.stderr
+    assert files_in(outside / "checkpoint-2") >= {MANIFEST_FILE, "progress.pt"}
+    assert {path.name for path in run.glob("*checkpoint-*")} == {"checkpoint-2", "checkpoint-8"}
 
 
 @pytest.mark.parametrize(
@@ -233,6 +340,12 @@ def test_links_to_weights_are_not_copied(tmp_path: Path) -> None:
         stream.truncate(2**26)
     (run / "weights.bin").symlink_to(cache / "weights.bin")
     (run / "gone.json").symlink_to(cache / "gone.json")
+    (cache / "tokenizer.json").write_text("theirs")
+    os.link(cache / "tokenizer.json", run / "tokenizer.json")
+    os.mkfifo(cache / "pipe")
+    (run / "pipe").symlink_to(cache / "pipe")
     own_files(run)
+    (run / "tokenizer.json").write_text("of this run")  # as a script does it, in place
+    assert (cache / "tokenizer.json").read_text() == "theirs"
     assert (run / "weights.bin").is_symlink() and not (run / "gone.json").is_symlink()
     own_files(tmp_path / "missing")
