@@ -18,6 +18,7 @@ from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import text_of
 
 # CUDA and its libraries raise a RuntimeError if their own allocations fail; so does torch on the host.
 _PHRASES = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -63,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
-        and any(phrase in str(error) for phrase in _PHRASES)
+        and any(phrase in text_of(error) for phrase in _PHRASES)
     )
 
 
@@ -84,7 +85,7 @@ def explained_out_of_memory(when: Callable[[], str], remedies: Callable[[], list
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        raise OutOfMemory(_message(str(error), when(), remedies(), file)) from error
+        raise OutOfMemory(_message(str(error) or type(error).__name__, when(), remedies(), file)) from error
 
 
 def _message(text: str, when: str, remedies: list[Remedy], file: Any) -> str:

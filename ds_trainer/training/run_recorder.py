@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ds_trainer.callbacks.events import TrainingEvents
@@ -32,7 +31,10 @@ from ds_trainer.monitor.report.run_files import METRICS_NAME
 from ds_trainer.monitor.throughput import PhaseClock
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.utils import distributed, failures
+from ds_trainer.utils.errors import text_of
+from ds_trainer.utils.exit_codes import code_of
 from ds_trainer.utils.files import read_json
+from ds_trainer.utils.host_memory import total_host_memory
 from ds_trainer.utils.logging import CHECK, get_logger
 
 logger = get_logger(__name__)
@@ -244,10 +246,10 @@ def _ending(error: BaseException | None, why: str | None) -> dict[str, Any]:
     if (cause := failures.cause_of(error)) is not None:
         return {"outcome": "failed", "error": failures.PeerFailure.__name__, "text": cause}
     kind = type(error).__name__
-    text = str(error).strip()
+    text = text_of(error).strip()
     if isinstance(error, SystemExit):
         stopped = hasattr(error, "checkpoint")
-        code = error.code if isinstance(error.code, int) else 1
+        code = code_of(error)
         return {"outcome": "stopped" if stopped else "failed", "error": kind, "text": text, "exit_code": code}
     if isinstance(error, KeyboardInterrupt):
         return {"outcome": "killed", "error": kind, "text": "interrupted (Ctrl-C)"}
@@ -271,7 +273,7 @@ def _memory_limit(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or distributed.world_size()
-    return psutil.virtual_memory().total // max(1, ranks)
+    return total_host_memory() // max(1, ranks)
 
 
 def _order(run: TrainingRun) -> dict[str, Any] | None:

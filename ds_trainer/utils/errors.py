@@ -46,6 +46,14 @@ class ConfigError(ValueError):
         super().__init__(shown(_LONG.sub(r"\1...", message)))
 
 
+def text_of(error: BaseException) -> str:
+    """``str(error)``, also of an exception of the user whose text cannot be made: it still has to be reported."""
+    try:
+        return str(error)
+    except Exception:
+        return f"<no text: {type(error).__name__}.__str__ failed>"
+
+
 class _Group:
     def __init__(self, where: str, number: str, reason: str) -> None:
         self.where, self.numbers, self.reason = where, [number], reason
@@ -132,14 +140,11 @@ def did_you_mean(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
     """
     candidates = list(candidates)
     short = name.lstrip("-")
-    matches = [candidate for candidate in candidates if len(short) > 1 and _initials(candidate) == short]
+    words = {one: re.split("[_-]", one.lstrip("-").rpartition(".")[2]) for one in candidates}
+    # ``lr`` for ``--arguments.learning_rate``
+    matches = [one for one in candidates if len(short) > 1 and "".join(word[:1] for word in words[one]) == short]
     matches = matches or difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)
     return f" Did you mean '{matches[0]}'?" if matches else ""
-
-
-def _initials(name: str) -> str:
-    """``--arguments.learning_rate``: ``lr``."""
-    return "".join(word[0] for word in re.split("[_-]", name.lstrip("-").rpartition(".")[2]) if word)
 
 
 class Problems:

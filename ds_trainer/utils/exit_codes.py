@@ -7,6 +7,8 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 
+from ds_trainer.utils.errors import text_of
+
 DONE = 0
 FAILED = 1
 CANNOT_WORK = 2
@@ -91,7 +93,7 @@ def signal_name(code: int) -> str:
 def code_of(error: BaseException) -> int:
     """The exit code of a process that ends with ``error``."""
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else FAILED if error.code else DONE
+        return error.code & 0xFF if isinstance(error.code, int) else FAILED if error.code else DONE
     return FAULT if is_fault(error) else FAILED
 
 
@@ -101,7 +103,7 @@ def is_fault(error: BaseException | None) -> bool:
     Too little memory and failed assertions on the device are errors of the program.
     """
     while error is not None:
-        text, names = str(error), {kind.__name__ for kind in type(error).__mro__}
+        text, names = text_of(error), {kind.__name__ for kind in type(error).__mro__}
         if "PeerFailure" in names:
             return bool(getattr(error, "exit_code", FAILED) == FAULT)
         if "OutOfMemoryError" in names or any(word in text for word in _OWN_WORDS):

@@ -38,6 +38,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import text_of
 from ds_trainer.utils.exit_codes import DONE, FAILED, FAULT, REQUEUE, STOPPED, code_of
 from ds_trainer.utils.outcomes import record_error
 from ds_trainer.utils.roll_call import Failure, RollCall
@@ -102,7 +103,8 @@ class _Watch:
     def report(self, error: BaseException, grace: float) -> bool:
         """Report this rank's failure to the others; whether all ranks failed within ``grace`` seconds."""
         if not isinstance(error, PeerFailure):  # otherwise the others would see it instead of its cause
-            first = {"rank": self.rank, "error": _described(error), "exit_code": code_of(error)}
+            first = {"rank": self.rank, "error": _described(error)}
+            first["exit_code"] = code_of(error) or FAILED  # sys.exit(0) in the middle: the others are not done
             self.notes.set_first(self._key("first"), first)
         try:
             self.notes.add(self._key("count"))
@@ -365,6 +367,8 @@ def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
     if broken:
         record_error(error)
     if not watch.report(error, POLL_SECONDS if broken else GRACE_SECONDS):
+        if agreed and code_of(error) == DONE:  # by this rank alone, and the others end with an error for it
+            record_error(error)
         watch.abort()
 
 
@@ -381,10 +385,10 @@ def _print(text: str) -> None:
 def _is_broken_connection(error: BaseException) -> bool:
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN)
+    return isinstance(error, RuntimeError) and any(word in text_of(error) for word in _BROKEN)
 
 
 def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:_MAX_TEXT] + location
+    return f"{type(error).__name__}: {text_of(error)}"[:_MAX_TEXT] + location

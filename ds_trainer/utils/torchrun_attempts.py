@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ds_trainer.utils.errors import text_of
 from ds_trainer.utils.exit_codes import Restart, code_of, row_of
 from ds_trainer.utils.units import whole_number
 
@@ -83,7 +84,7 @@ def _recording(hook: Callable[..., Any]) -> Callable[..., Any]:
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
             of_peer = kind.__name__ == "PeerFailure"  # its text names the rank and the error
-            record_final(code_of(error), str(error) if of_peer else f"{kind.__name__}: {error}")
+            record_final(code_of(error), str(error) if of_peer else f"{kind.__name__}: {text_of(error)}")
         hook(kind, error, trace)
 
     return record

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from ds_trainer import ConfigError, PeerFailure, Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.utils import distributed, failures
-from ds_trainer.utils.ranks import free_port
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.pool import RankFailure, pool
 
@@ -41,7 +36,6 @@ class BreakingData(RaggedTokens):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if self.breaks and index >= 24:
-            due()
             raise Breaks("sample is broken")
         return super().__getitem__(index)
 
@@ -51,7 +45,6 @@ class BreakingCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if breaks(args.process_index) and state.global_step == 2:
-            due()
             raise Breaks("callback is broken")
 
 
@@ -60,19 +53,12 @@ class BreakingLoss(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
         if breaks(self.args.process_index) and self.state.global_step == 2:
-            due()
             raise Breaks("loss is broken")
         return super().compute_loss(model, inputs, return_outputs, **keywords)
 
 
 def breaks(rank: int) -> bool:
     return rank == int(os.environ.get("FAILING_RANK", "1"))
-
-
-def due() -> None:
-    """Note the time of the failure, so that a test can tell how long the end took."""
-    if "FAILURE_TIME" in os.environ:
-        Path(os.environ["FAILURE_TIME"]).write_text(str(time.time()))
 
 
 def broken_run(where: str, stage: int, output_dir: str) -> None:
@@ -92,90 +78,6 @@ def broken_run(where: str, stage: int, output_dir: str) -> None:
     callbacks = [BreakingCallback()] if where == "callback" else []
     data = BreakingData(64, where == "dataset" and failing)
     kind(PlainLanguageModel(), args, train_dataset=data, callbacks=callbacks).train()
-
-
-SCRIPT = """
-    import sys
-    from tests.utils.test_failures import broken_run
-
-    broken_run({where!r}, {stage}, {output!r})
-    print("REACHED THE END", flush=True)
-"""
-
-
-def environment(tmp_path: Path, failing_rank: int) -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
-    kept = {name: value for name, value in os.environ.items() if name not in launcher}
-    own = {"FAILING_RANK": str(failing_rank), "FAILURE_TIME": str(tmp_path / "failed_at")}
-    return {**kept, **own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{kept['PATH']}"}
-
-
-def launched(launcher: str, where: str, stage: int, failing_rank: int, tmp_path: Path) -> tuple[int, str, float]:
-    """Exit code, output and seconds from the failure to the end of the launcher."""
-    path = tmp_path / "broken.py"
-    path.write_text(textwrap.dedent(SCRIPT).format(where=where, stage=stage, output=str(tmp_path)))
-    port = str(free_port())
-    command = {
-        "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", port, str(path)],
-        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, str(path)],
-        "launch": ["ds-trainer", "launch", "--nproc-per-node", "2", "--master-port", port, str(path)],
-    }[launcher]
-    job = subprocess.Popen(
-        command,
-        env=environment(tmp_path, failing_rank),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=STARTED_WITHIN + ENDED_WITHIN)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        raise
-    seconds = time.time() - float((tmp_path / "failed_at").read_text())
-    return job.returncode, output, seconds
-
-
-def left_over(tmp_path: Path) -> list[str]:
-    """Command lines of processes that still run the script."""
-    lines = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(tmp_path) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            lines.append(line)
-    return lines
-
-
-# Instead of the others: the same test under torchrun and ds-trainer launch, with a failing loss and a failing
-# dataset; failing callbacks: the other tests of the file; the same test under ds-trainer launch, and
-# test_ranks_without_a_launcher_end with a failing dataset
-@pytest.mark.cases("launch-loss-0-1")
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("launcher", "where", "stage", "failing_rank"),
-    [
-        ("deepspeed", "dataset", 0, 1),
-        ("deepspeed", "callback", 3, 1),
-        ("deepspeed", "loss", 3, 1),
-        ("torchrun", "dataset", 3, 1),
-        ("torchrun", "callback", 0, 0),
-        ("launch", "loss", 0, 1),
-    ],
-)
-def test_a_launched_job_ends(launcher: str, where: str, stage: int, failing_rank: int, tmp_path: Path) -> None:
-    code, output, seconds = launched(launcher, where, stage, failing_rank, tmp_path)
-    assert code != 0
-    assert seconds < ENDED_WITHIN
-    error = f"tests.utils.test_failures.Breaks: {where.replace('dataset', 'sample')} is broken"
-    assert error in output
-    if launcher == "torchrun":
-        assert error in output.partition("Root Cause")[2]
-    if launcher == "launch":
-        assert output.splitlines()[-1] == f"ds-trainer launch: rank {failing_rank} failed: {error}"
-    assert "Traceback" in output and "in due" not in output
-    assert "REACHED THE END" not in output
-    assert left_over(tmp_path) == []
 
 
 def fails_alike(output_dir: str) -> tuple[list[str], float]:

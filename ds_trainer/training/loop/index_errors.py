@@ -16,7 +16,7 @@ from ds_trainer.data.columns import base_model
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.training.loop.loss_rule import IGNORED
 from ds_trainer.utils import distributed
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.errors import ConfigError, text_of
 
 _TOKENS = ("input_ids", "decoder_input_ids")
 _ASSERTION = "device-side assert"
@@ -33,7 +33,7 @@ def explain_index_error(error: BaseException, batches: Sequence[Any], model: nn.
     Raises:
         ConfigError: names the number, what the model has, and what to change. ``error`` is its cause.
     """
-    if not (isinstance(error, IndexError) or (isinstance(error, RuntimeError) and _ASSERTION in str(error))):
+    if not (isinstance(error, IndexError) or (isinstance(error, RuntimeError) and _ASSERTION in text_of(error))):
         return
     for batch in batches:
         parts = [batch.local, batch.beginning] if isinstance(batch, ShardedBatch) else [batch]

@@ -18,6 +18,7 @@ from ds_trainer.training.search.trial import SearchError, SearchTrial, TrialPrun
 from ds_trainer.training.search.trial_runner import Report
 from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import text_of
 from ds_trainer.utils.failures import PeerFailure, fails_together, survive_failures
 from ds_trainer.utils.logging import get_logger
 
@@ -79,7 +80,7 @@ class TrialCoordinator:
                     raise self.fatal_error
             except Exception as error:
                 if not self._group_lost:
-                    distributed.broadcast_object((_FAILED, f"{type(error).__name__}: {error}"))
+                    distributed.broadcast_object((_FAILED, f"{type(error).__name__}: {text_of(error)}"))
                 raise
             distributed.broadcast_object((_DONE, result))
             return result
