@@ -92,8 +92,7 @@ def restore_states(objects: Iterable[Any], states: Mapping[str, Any], *, include
     unclaimed = [name for name, left in waiting.items() if left and name != TrainerControl.__name__]
     if unclaimed:
         logger.warning(
-            "ignored the state of callbacks that are in the checkpoint but not in this run: %s",
-            ", ".join(unclaimed),
+            "ignored the state of callbacks that are in the checkpoint but not in this run: %s", ", ".join(unclaimed)
         )
     if without:
         logger.warning(

@@ -114,7 +114,9 @@ class CheckpointManager:
             else:
 
                 def write(partial: Path) -> None:
-                    self._write_by_deepspeed(partial)
+                    self.engine.save_state(partial, _ENGINE_FOLDER)
+                    if self.model is not None:
+                        save_weights(self.engine.deepspeed.module, partial, self.model.max_bytes)
                     if write_model is not None:
                         write_model(partial)
 
@@ -241,11 +243,6 @@ class CheckpointManager:
             for file in self.model.files
         ]
 
-    def _write_by_deepspeed(self, partial: Path) -> None:
-        self.engine.save_state(partial, _ENGINE_FOLDER)
-        if self.model is not None:
-            save_weights(self.engine.deepspeed.module, partial, self.model.max_bytes)
-
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     def load(self, path: Path, keep: Collection[str] = (), states: bool = True) -> dict[str, Any]:
@@ -347,13 +344,7 @@ class CheckpointManager:
 
 def _sizes(engine: TrainingEngine) -> dict[str, int]:
     layout = engine.layout
-    return {
-        "world_size": layout.world_size,
-        "dp": layout.dp,
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "sp": layout.sp,
-    }
+    return {"world_size": layout.world_size, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "sp": layout.sp}
 
 
 def _random_file(rank: int) -> str:

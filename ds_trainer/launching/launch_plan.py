@@ -72,7 +72,9 @@ def plan_launch(
     hosts = _hosts(request, environment, in_slurm, excluded)
     launcher = request.launcher
     if launcher == "auto":
-        if request.node_rank is not None or (len(hosts) == 1 and _is_this_machine(hosts[0])):
+        name = socket.gethostname()
+        here = ("localhost", "127.0.0.1", name, name.partition(".")[0])
+        if request.node_rank is not None or (len(hosts) == 1 and hosts[0].name in here):
             # DeepSpeed's launcher accepts GPU numbers only, and exposes hidden GPUs again.
             visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")
             launcher = "torchrun" if None in [whole_number(device.strip()) for device in visible] else "deepspeed"
@@ -144,11 +146,6 @@ def _hosts(
             f"launch: --nodes {request.nodes}, but only these machines are available: {names} ({source})."
         )
     return hosts[: request.nodes]
-
-
-def _is_this_machine(host: Host) -> bool:
-    name = socket.gethostname()
-    return host.name in ("localhost", "127.0.0.1", name, name.partition(".")[0])
 
 
 def _problems(plan: LaunchPlan, starts: bool) -> list[str]:

@@ -15,8 +15,12 @@ _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send signal ``number`` to this process when its parent dies. To be called just before an exec."""
+def prepare_child(number: signal.Signals) -> None:
+    """Have the kernel send signal ``number`` to this process when its parent dies. To be called just before an exec.
+
+    SIGUSR1 is ignored: it would kill launchers, and Python processes that are still starting.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _libc is not None:
         _libc.prctl(_SET_DEATH_SIGNAL, int(number))
 
@@ -25,11 +29,6 @@ def adopt_orphans() -> None:
     """Become the parent of orphaned descendants, so that they can be found and waited for."""
     if _libc is not None:
         _libc.prctl(_SET_CHILD_SUBREAPER, 1)
-
-
-def ignore_sigusr1() -> None:
-    """Ignore SIGUSR1, even after an exec: it would kill launchers, and Python processes that are still starting."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_descendants(grace: float = GRACE_SECONDS) -> int:

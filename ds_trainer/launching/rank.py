@@ -27,11 +27,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from ds_trainer.launching.job import ABORT_NAME, ATTEMPT_DIR, CONNECTION, JOB_ID, LAUNCHED_BY, STOP_FILE, is_alive
-from ds_trainer.launching.processes import adopt_orphans, die_with_parent, end_descendants, ignore_sigusr1
+from ds_trainer.launching.processes import adopt_orphans, end_descendants, prepare_child
 from ds_trainer.utils import outcomes
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, REQUEUE, STOPPED
@@ -59,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
     adopt_orphans()
     leader, kills = MachineLeader(info), kernel_kills()
     parent = os.getppid()
-    child = subprocess.Popen([sys.executable, "-u", *decode_args(argv)], preexec_fn=_prepare_child)
+    child = subprocess.Popen(
+        [sys.executable, "-u", *decode_args(argv)], preexec_fn=partial(prepare_child, signal.SIGKILL)
+    )
     _forward_signals(child)
     _watch(child, parent, leader)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
@@ -122,11 +125,6 @@ def decode_args(args: Sequence[str]) -> list[str]:
     if len(args) == 1 and args[0].startswith(ENCODED):
         return [str(arg) for arg in json.loads(base64.urlsafe_b64decode(args[0].removeprefix(ENCODED)))]
     return list(args)
-
-
-def _prepare_child() -> None:
-    ignore_sigusr1()  # until the program installs a handler: by default SIGUSR1 kills a process
-    die_with_parent(signal.SIGKILL)
 
 
 def _forward_signals(child: subprocess.Popen[bytes]) -> None:

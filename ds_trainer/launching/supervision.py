@@ -9,16 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from ds_trainer.launching.commands import LaunchCommand
 from ds_trainer.launching.job import JOB_ID, Attempt
 from ds_trainer.launching.processes import (
     adopt_orphans,
-    die_with_parent,
     end_descendants,
     end_processes,
-    ignore_sigusr1,
+    prepare_child,
     processes_of_job,
 )
 from ds_trainer.launching.restarts import JobEnd, job_end
@@ -117,7 +117,7 @@ class Supervisor:
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # so that a terminal's Ctrl-C reaches this process only
-            preexec_fn=_prepare_launcher,
+            preexec_fn=partial(prepare_child, signal.SIGTERM),
         )
         try:
             while launcher.poll() is None:
@@ -218,11 +218,6 @@ class Supervisor:
         if error:  # the cause, as the last line
             print_message(f"rank {rank} failed: {error}")
         return end
-
-
-def _prepare_launcher() -> None:
-    ignore_sigusr1()  # it would kill torchrun and deepspeed
-    die_with_parent(signal.SIGTERM)
 
 
 def _shown(code: int) -> str:

@@ -155,7 +155,7 @@ def _two_fresh_ranks(tmp_path: Path, how: str) -> list[str]:
     root = Path(__file__).parents[2]
     completed = subprocess.run(
         [sys.executable, str(script), how], capture_output=True, text=True, timeout=120, cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root)}
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     return completed.stdout.splitlines()

@@ -200,7 +200,7 @@ def busy(output_dir: str, stage: int) -> dict[str, Any]:
     args = TrainingArguments(
         output_dir, zero_stage=stage, optim="sgd", learning_rate=0.1, max_steps=2, logging_steps=1, max_grad_norm=1.0,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no", report_to="none",
-        disable_tqdm=True, use_cpu=True, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
+        disable_tqdm=True, use_cpu=True, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2
     )  # fmt: skip
     data = RaggedTokens(5)
     trainer = Busy(PlainLanguageModel(), args, train_dataset=data, eval_dataset=data, reference=PlainLanguageModel())

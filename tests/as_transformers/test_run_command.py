@@ -198,7 +198,7 @@ print(args.where('learning_rate'), getattr(args, 'extra', None))
 """
     done = run_script(
         script, tmp_path, *("--set", "seed=7", "--set", "output_dir=here", "--set", "learning_rate=1e-3"),
-        *("--set", "report_to=[tensorboard,wandb]"),
+        *("--set", "report_to=[tensorboard,wandb]")
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     origin = "ds-trainer run --set"

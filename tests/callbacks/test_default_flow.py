@@ -28,7 +28,7 @@ class PlainEnum(Enum):
 def flow_args(**changes: Any) -> SimpleNamespace:
     values = {
         "logging_strategy": "no", "eval_strategy": "no", "save_strategy": "no",
-        "logging_first_step": False, "eval_delay": 0,
+        "logging_first_step": False, "eval_delay": 0
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -77,7 +77,7 @@ def test_every_decision_is_that_of_transformers(
         **rest,
     )
     numbers = {
-        "max_steps": max_steps, "logging_steps": logging_steps, "eval_steps": eval_steps, "save_steps": save_steps,
+        "max_steps": max_steps, "logging_steps": logging_steps, "eval_steps": eval_steps, "save_steps": save_steps
     }  # fmt: skip
     # Their callback in our handler is the third: callbacks of transformers must run here unchanged.
     runs = [

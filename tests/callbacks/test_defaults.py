@@ -62,7 +62,7 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ter
 
 TRAIN_LOGS = {
     "loss": 2.3141, "learning_rate": 2.9e-3, "grad_norm": 0.84, "epoch": 0.1333,
-    "tokens_per_second": 12_345.0, "memory_gb": 0.81,
+    "tokens_per_second": 12_345.0, "memory_gb": 0.81
 }  # fmt: skip
 TRAIN_LINE = "step 40/300  epoch 0.13  loss 2.314  grad norm 0.84  lr 2.9e-03  12.3k tok/s  0.81 GB"
 REMAINING = r"  ETA [\d.]+ s"

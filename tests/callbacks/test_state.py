@@ -18,13 +18,7 @@ from transformers.trainer_callback import TrainerControl as TransformersControl
 from transformers.trainer_callback import TrainerState as TransformersState
 
 from ds_trainer.callbacks.protocol import TrainerCallback
-from ds_trainer.callbacks.state import (
-    ExportableState,
-    TrainerControl,
-    TrainerState,
-    export_states,
-    restore_states,
-)
+from ds_trainer.callbacks.state import ExportableState, TrainerControl, TrainerState, export_states, restore_states
 from ds_trainer.utils.errors import ConfigError
 
 from .conftest import LogRecords

@@ -87,13 +87,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     limits = {"hung": {"MAX_RESTARTS": "1"}}
     scripts = {"signal": "nodes_torchrun"}
     return {
-        name: Job(
-            cluster,
-            tmp_path_factory.mktemp(name),
-            text,
-            scripts.get(name, "nodes_srun"),
-            **limits.get(name, {}),
-        )
+        name: Job(cluster, tmp_path_factory.mktemp(name), text, scripts.get(name, "nodes_srun"), **limits.get(name, {}))
         for name, text in lines.items()
     }
 
@@ -221,18 +215,7 @@ def test_a_generated_script_is_self_contained(cluster: Cluster, tmp_path: Path, 
     script = tmp_path / "which_rank.py"
     line = "import os, sys; print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['BOX'], sys.argv[1:])"
     script.write_text(line, encoding="utf-8")
-    argv = [
-        "--nodes",
-        "2",
-        "--nproc-per-node",
-        "2",
-        "--launcher",
-        launcher,
-        "--cpus-per-rank",
-        "1",
-        "--env",
-        "BOX=a b",
-    ]
+    argv = ["--nodes", "2", "--nproc-per-node", "2", "--launcher", launcher, "--cpus-per-rank", "1", "--env", "BOX=a b"]
     assert (
         main(
             [

@@ -112,10 +112,7 @@ def test_neither_side_silently_wins() -> None:
                 described = origin.detail.partition("=")[0]
                 assert any(
                     path in text and described in text and f"deepspeed.{path}" in text for text in said(**other)
-                ), (
-                    path,
-                    said(**other),
-                )
+                ), (path, said(**other))
     bound = {path for path, kinds in walked.items() if kinds == {"bound"}}
     assert {"bf16.enabled", "gradient_clipping", "optimizer.params.betas", "tensor_parallel.autotp_size"} < bound
     assert {"optimizer.params.lr", "zero_optimization.offload_param.nvme_path", "torch_autocast.dtype"} < bound

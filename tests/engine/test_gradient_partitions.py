@@ -149,10 +149,7 @@ def structures(deepspeeds: bool, rank: int, ranks: int, bucket: int, padding: in
     """What an optimizer of ``ranks`` knows about two groups of parameters, one with empty and large ones."""
     from deepspeed import comm
 
-    groups = [
-        [torch.empty(size) for size in (5, 1, 0, 40, 3, 7, 0, 2)],
-        [torch.empty(size) for size in (64, 1, 1, 1)],
-    ]
+    groups = [[torch.empty(size) for size in (5, 1, 0, 40, 3, 7, 0, 2)], [torch.empty(size) for size in (64, 1, 1, 1)]]
     optimizer: Any = SimpleNamespace(
         **{name: {} for name in (*STRUCTURES, *OTHERS, "remaining_grads_in_partition")},
         bit16_groups=groups,

@@ -37,7 +37,7 @@ class _ByMode(Trainer):
 def _calls(output_dir: str, stage: int) -> list[dict[str, int]]:
     args = TrainingArguments(
         output_dir=output_dir, max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2,
-        zero_stage=stage, save_strategy="no", report_to="none", disable_tqdm=True,
+        zero_stage=stage, save_strategy="no", report_to="none", disable_tqdm=True
     )  # fmt: skip
     rows = regression_rows(8)
     trainer, found = _ByMode(Regression(), args, train_dataset=rows, eval_dataset=rows), []

@@ -48,7 +48,7 @@ def test_a_generated_script_is_like_those_in_launch(name: str) -> None:
 def test_values_and_arguments_of_the_job() -> None:
     batch = BatchRequest(
         time="2-00", signal_seconds=600, partition="gpu", account="me", requeue=False, folder="/data", job_name="run",
-        sbatch_args=("--qos=long",),
+        sbatch_args=("--qos=long",)
     )  # fmt: skip
     requested = replace(request("--data.train", "a file.txt"), environment={"WHERE": "a b"})
     text = batch_script(requested, batch)

@@ -16,12 +16,7 @@ from ds_trainer.launching.launch_request import LaunchRequest, Target, read_targ
 from ds_trainer.launching.rank import decode_args
 from ds_trainer.utils.errors import ConfigError
 
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_GPUS_ON_NODE": "4",
-    "SLURM_CPUS_ON_NODE": "32",
-}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "32"}
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,7 @@ def test_non_finite_values_are_null_and_named(path: Path) -> None:
     MetricsWriter(path).write({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0, "e": [1.0, {"x": math.nan}]})
     assert strict(path.read_text()) == {
         "a": None, "a_nonfinite": "nan", "b": None, "b_nonfinite": "inf", "c": None, "c_nonfinite": "-inf",
-        "d": 1.0, "e": [1.0, {"x": None}],
+        "d": 1.0, "e": [1.0, {"x": None}]
     }  # fmt: skip
 
 
@@ -70,11 +70,11 @@ def test_scalars_of_torch_and_numpy_are_numbers() -> None:
 
     values = {
         "tensor": torch.tensor(0.5), "int": numpy.int64(7), "float": numpy.float64(0.25), "nan": torch.tensor(math.nan),
-        "array": numpy.arange(2), "enum": Level.HIGH, "bool": True, "none": None, "tuple": (1, 2), "path": Path("x"),
+        "array": numpy.arange(2), "enum": Level.HIGH, "bool": True, "none": None, "tuple": (1, 2), "path": Path("x")
     }  # fmt: skip
     assert json.loads(json.dumps(metric_record(values))) == {
         "tensor": 0.5, "int": 7, "float": 0.25, "nan": None, "nan_nonfinite": "nan",
-        "array": [0, 1], "enum": 3, "bool": True, "none": None, "tuple": [1, 2], "path": repr(Path("x")),
+        "array": [0, 1], "enum": 3, "bool": True, "none": None, "tuple": [1, 2], "path": repr(Path("x"))
     }  # fmt: skip
     assert type(plain(numpy.float64(1.0))) is float
 

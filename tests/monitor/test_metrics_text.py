@@ -45,11 +45,11 @@ def test_formatting_does_not_change_the_values() -> None:
 def test_metrics_of_loading_weights_are_formatted() -> None:
     metrics = {
         "load_seconds": 69.4321, "load_bytes_read": 16_060_000_000, "load_host_peak_bytes": 2_300_000,
-        "load_device_peak_bytes": 0, "eval_load_seconds": 1.23456, "payload_bytes": 12345,
+        "load_device_peak_bytes": 0, "eval_load_seconds": 1.23456, "payload_bytes": 12345
     }  # fmt: skip
     assert format_metrics(metrics) == {
         "load_seconds": "0:01:09.43", "load_bytes_read": "16.1 GB", "load_host_peak_bytes": "2.3 MB",
-        "load_device_peak_bytes": "0 B", "eval_load_seconds": 1.2346, "payload_bytes": 12345,
+        "load_device_peak_bytes": "0 B", "eval_load_seconds": 1.2346, "payload_bytes": 12345
     }  # fmt: skip
 
 

@@ -33,14 +33,7 @@ def test_every_moment_counts_once() -> None:
         (5, 8, Kind.COMMUNICATION),  # one second overlaps with an operator
         (9.25, 9.75, Kind.OPERATOR),
     )
-    assert parts == {
-        "data": 1,
-        "forward": 2,
-        "backward": 2,
-        "communication": 2,
-        "optimizer": 0.5,
-        "Python": 2.5,
-    }
+    assert parts == {"data": 1, "forward": 2, "backward": 2, "communication": 2, "optimizer": 0.5, "Python": 2.5}
 
 
 def test_the_time_between_steps_belongs_to_callbacks() -> None:

@@ -13,7 +13,7 @@ from ds_trainer.utils.secrets import register_secrets_of
 def test_a_training_line() -> None:
     logs = {
         "loss": 2.3141, "grad_norm": 0.8449, "learning_rate": 2.9e-3, "epoch": 0.1342,
-        "tokens_per_second": 12_345.6, "memory_gb": 0.812,
+        "tokens_per_second": 12_345.6, "memory_gb": 0.812
     }  # fmt: skip
     assert step_line(logs, 40, 300) == (
         "step 40/300  epoch 0.13  loss 2.314  grad norm 0.84  lr 2.9e-03  12.3k tok/s  0.81 GB"
@@ -81,7 +81,7 @@ def test_a_line_has_at_most_110_characters_with_the_most_important_values_first(
     logs = {
         **{f"rewards/margin_{number}": number / 3 for number in range(12)},
         "samples_per_second": 51.5, "step_seconds": 0.16, "tflops_per_device": 0.003, "data_wait": 0.004, "epoch": 0.5,
-        "tokens_per_second": 12_345.6, "memory_gb": 0.812, "learning_rate": 2.9e-3, "grad_norm": 0.84, "loss": 2.3,
+        "tokens_per_second": 12_345.6, "memory_gb": 0.812, "learning_rate": 2.9e-3, "grad_norm": 0.84, "loss": 2.3
     }  # fmt: skip
     assert step_line(logs, 40, 300, end="ETA 3 min 20 s") == (
         "step 40/300  epoch 0.50  loss 2.300  grad norm 0.84  lr 2.9e-03  (+14 in metrics.jsonl)  ETA 3 min 20 s"
@@ -105,7 +105,7 @@ def test_what_only_describes_the_start_and_the_planner_is_not_on_the_console() -
         "train_runtime": 200.0, "train_loss": 2.5, "train_tokens_per_second": 3000.0, "train_samples_per_second": 23.0,
         "train_steps_per_second": 3.0, "load_seconds": 3.0, "load_bytes_read": 100, "packing_fill": 0.98,
         "predicted_step_seconds": 0.04, "measured_step_seconds": 0.58, "step_seconds_error": 15.35,
-        "predicted_peak_memory_bytes": 1.0, "peak_memory_error": 0.1, "train_wer_error": 0.25,
+        "predicted_peak_memory_bytes": 1.0, "peak_memory_error": 0.1, "train_wer_error": 0.25
     }  # fmt: skip
     assert step_line(logs, 3, 3) == (
         "step 3/3  train time 3 min 20 s  train loss 2.500  train 3k tok/s  train wer error 0.25"

@@ -19,12 +19,7 @@ LENGTHS: dict[str, tuple[int, dict[str, Any]]] = {
     "more steps than an epoch has": (10, {"max_steps": 7}),
     "accumulation with a partial last window": (
         10,
-        {
-            "max_steps": -1,
-            "num_train_epochs": 2,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 3,
-        },
+        {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
     ),
     "accumulation beyond an epoch": (6, {"max_steps": 3, "gradient_accumulation_steps": 4}),
     "without the ragged batch": (10, {"max_steps": -1, "num_train_epochs": 2, "dataloader_drop_last": True}),

@@ -45,30 +45,30 @@ LONG = {"stage": 3, "micro_batch": 1, "checkpointing": True}
 # Source, model, rank of adapters, device, machines, devices of each, candidate, tokens per second and device.
 RUNS = {
     "torchtitan benchmarks/llama3_h100_202412: eager, selective checkpointing": (
-        LLAMA_8B, 0, "H100", 1, 8, {"length": 8192, "stage": 3, "micro_batch": 2, "checkpointing": True}, 5762,
+        LLAMA_8B, 0, "H100", 1, 8, {"length": 8192, "stage": 3, "micro_batch": 2, "checkpointing": True}, 5762
     ),
     "NeMo AutoModel performance summary: Llama3 8B LoRA": (
-        LLAMA_8B, 16, "H100", 1, 1, {"length": 4096, "stage": 0, "micro_batch": 1}, 12473,
+        LLAMA_8B, 16, "H100", 1, 1, {"length": 4096, "stage": 0, "micro_batch": 1}, 12473
     ),
     "NeMo AutoModel performance summary: Qwen2.5 7B LoRA": (
-        QWEN_7B, 16, "H100", 1, 1, {"length": 4096, "stage": 0, "micro_batch": 1}, 14110,
+        QWEN_7B, 16, "H100", 1, 1, {"length": 4096, "stage": 0, "micro_batch": 1}, 14110
     ),
     "NeMo AutoModel performance summary: Qwen2.5 32B LoRA": (
-        QWEN_32B, 16, "H100", 1, 8, {"length": 4096, "stage": 3, "micro_batch": 1, "tp": 2}, 2250,
+        QWEN_32B, 16, "H100", 1, 8, {"length": 4096, "stage": 3, "micro_batch": 1, "tp": 2}, 2250
     ),
     "NeMo AutoModel performance summary: Llama3 70B LoRA": (
-        LLAMA_70B, 16, "H100", 1, 8, {"length": 4096, "tp": 2, **LONG}, 1092,
+        LLAMA_70B, 16, "H100", 1, 8, {"length": 4096, "tp": 2, **LONG}, 1092
     ),
     "NeMo AutoModel performance summary: Llama3 70B": (
-        LLAMA_70B, 0, "H100", 8, 8, {"length": 8192, "cp": 2, **LONG}, 867,
+        LLAMA_70B, 0, "H100", 8, 8, {"length": 8192, "cp": 2, **LONG}, 867
     ),
     "torchtitan asyncTP 2025-06: Llama3 70B, bf16": (
-        LLAMA_70B, 0, "H100", 32, 8, {"length": 8192, "tp": 8, **LONG, "micro_batch": 2}, 652,
+        LLAMA_70B, 0, "H100", 32, 8, {"length": 8192, "tp": 8, **LONG, "micro_batch": 2}, 652
     ),
     "DeepSpeed pull request 8186: Qwen3 14B, ZeRO-Offload": (
         QWEN_14B, 0, "H200", 1, 8, {"length": 2048, **LONG, "micro_batch": 4, "offload_optimizer": True},
-        4 * 2048 / 10.11,
-    ),
+        4 * 2048 / 10.11
+    )
 }  # fmt: skip
 
 

@@ -23,16 +23,16 @@ TOLERANCE = 0.01
 SAMPLES, LENGTH, TARGETS = 3, 40, 24
 DECODER: dict[str, Any] = dict(
     vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0
 )  # fmt: skip
 GPT2: dict[str, Any] = dict(vocab_size=101, n_embd=48, n_layer=3, n_head=4, n_positions=64)
 T5: dict[str, Any] = dict(
     vocab_size=101, d_model=48, d_kv=16, d_ff=80, num_layers=2, num_decoder_layers=3, num_heads=4,
-    decoder_start_token_id=0,
+    decoder_start_token_id=0
 )  # fmt: skip
 BART: dict[str, Any] = dict(
     vocab_size=101, d_model=48, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
-    decoder_attention_heads=6, encoder_ffn_dim=80, decoder_ffn_dim=96, max_position_embeddings=64,
+    decoder_attention_heads=6, encoder_ffn_dim=80, decoder_ffn_dim=96, max_position_embeddings=64
 )  # fmt: skip
 OWN_KV = {**DECODER, "num_key_value_heads": 4}
 
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "opt": (
         "OPTForCausalLM", "OPTConfig",
         dict(vocab_size=101, hidden_size=48, num_hidden_layers=3, ffn_dim=80, num_attention_heads=4,
-             max_position_embeddings=64, word_embed_proj_dim=48),
+             max_position_embeddings=64, word_embed_proj_dim=48)
     ),
     "falcon": ("FalconForCausalLM", "FalconConfig", dict(
         vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, multi_query=True)),
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", OWN_KV),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
     "t5, gated": ("T5ForConditionalGeneration", "T5Config", {**T5, "feed_forward_proj": "gated-gelu"}),
-    "bart": ("BartForConditionalGeneration", "BartConfig", BART),
+    "bart": ("BartForConditionalGeneration", "BartConfig", BART)
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_as_many_operations_as_torch_counts(name: str) -> None:
 
 SMALL: dict[str, Any] = dict(
     vocab_size=101, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
-    n_positions=64, pad_token_id=0,
+    n_positions=64, pad_token_id=0
 )  # fmt: skip
 OWN_NAMES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
@@ -247,7 +247,7 @@ def test_a_published_figure() -> None:
     """Llama 2 7B: 6.74 billion parameters, of which 131 million are the input embedding."""
     config = dict(
         model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=32,
+        num_attention_heads=32, num_key_value_heads=32
     )  # fmt: skip
     shape = ModelShape.from_config(config)
     assert shape.transformer is not None

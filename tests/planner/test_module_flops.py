@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 SAMPLES, LENGTH, TARGETS = 2, 48, 24
 TEXT: dict[str, Any] = dict(
     vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=12, max_position_embeddings=64, pad_token_id=0,
+    num_key_value_heads=2, head_dim=12, max_position_embeddings=64, pad_token_id=0
 )  # fmt: skip
 BERT = {**TEXT, "num_key_value_heads": 4, "embedding_size": 48}
 VISION: dict[str, Any] = dict(
@@ -25,13 +25,13 @@ VISION: dict[str, Any] = dict(
 SEQ2SEQ: dict[str, Any] = dict(
     vocab_size=101, d_model=48, d_kv=16, d_ff=80, num_layers=2, num_decoder_layers=3, num_heads=4, encoder_layers=2,
     decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=6, encoder_ffn_dim=80, decoder_ffn_dim=96,
-    max_position_embeddings=64, decoder_start_token_id=0, pad_token_id=0,
+    max_position_embeddings=64, decoder_start_token_id=0, pad_token_id=0
 )  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LATENT: dict[str, Any] = dict(
     num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
     n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, num_experts_per_tok=2,
-    moe_intermediate_size=40, head_dim=8,
+    moe_intermediate_size=40, head_dim=8
 )  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("MaskedLM", BERT),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "paligemma": ("ImageTextToText", {
         "image_token_id": 99, "projection_dim": 48,
         "vision_config": {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
-        "text_config": {**TEXT, "model_type": "gemma"}}),
+        "text_config": {**TEXT, "model_type": "gemma"}})
 }  # fmt: skip
 
 

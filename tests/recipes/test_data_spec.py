@@ -95,11 +95,7 @@ def test_train_on_is_a_word_or_roles(tmp_path: Path, given: str) -> None:
         ("max_length: 4K", "max_length: 4K\n  sequence_length: 9", "'sequence_length' (9) makes blocks of text, 'max_"),
         ("out}", "out, max_length: 9}", "data.max_length=4K and arguments.max_length=9 differ; remove one."),
         ("max_length: 4K", "sequence_length: 9", "data: held_out, train with weight, limit or kind are for samples of"),
-        (
-            "max_length: 4K",
-            "bad_lines: skip",
-            "data.sequence_length is missing, or 0; set it to the number of tokens",
-        ),
+        ("max_length: 4K", "bad_lines: skip", "data.sequence_length is missing, or 0; set it to the number of tokens"),
         ("exclude: y", "bad_lines: maybe", "r.yaml:9: data.bad_lines: expected one of 'error', 'skip', got 'maybe'"),
         ("exclude: y", "long_samples: cut", "r.yaml:9: data.long_samples: expected one of 'truncate', 'drop', 'split'"),
         ("exclude: y", "train_on: robots", "data.train_on: 'robots' is no role; roles are system, user, assistant"),

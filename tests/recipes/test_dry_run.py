@@ -171,10 +171,7 @@ def test_the_error_is_that_of_the_real_start(name: str, tmp_path: Path) -> None:
 
 
 WORLD = {
-    "batch of the DeepSpeed file": (
-        {"arguments.deepspeed": {"train_batch_size": 512}},
-        ("train_batch_size", "512"),
-    ),
+    "batch of the DeepSpeed file": ({"arguments.deepspeed": {"train_batch_size": 512}}, ("train_batch_size", "512")),
     "sp does not divide the heads of a tensor-parallel rank": (
         {"arguments.tensor_parallel_size": 8, "arguments.sequence_parallel_size": 4},
         ("16 query heads", "cannot be divided among 4 sequence-parallel ranks"),
@@ -314,8 +311,7 @@ def sizes_of_a_real_engine(path: str) -> tuple[int, int, int, int]:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("stage", "bf16", "tp"),
-    [*product((1, 2, 3), (False, True), (1, 2)), (0, False, 1), (0, False, 2), (0, True, 1)],
+    ("stage", "bf16", "tp"), [*product((1, 2, 3), (False, True), (1, 2)), (0, False, 1), (0, False, 2), (0, True, 1)]
 )
 def test_partitions_are_those_of_a_real_engine(stage: int, bf16: bool, tp: int, tmp_path: Path) -> None:
     values = {"arguments.zero_stage": stage, "arguments.bf16": bf16, "arguments.tensor_parallel_size": tp}

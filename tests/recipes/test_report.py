@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.recipes.report import (
-    Evaluation,
-    bits_per_byte,
-    compression_baselines,
-    nats_per_token,
-    report_text,
-)
+from ds_trainer.recipes.report import Evaluation, bits_per_byte, compression_baselines, nats_per_token, report_text
 
 
 def evaluation(loss: float, **bits: float) -> Evaluation:

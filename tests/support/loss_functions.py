@@ -342,10 +342,7 @@ FUNCTIONS = (
     _of("token cross-entropy, sum", _tokens(reduction="sum"), _padded, SUM),
     _of("token cross-entropy, 0 ignored", _tokens(ignore_index=0), lambda: _padded(0), other_than(0)),
     _of(
-        "token cross-entropy, labels shifted",
-        _shifted,
-        _padded,
-        other_than(-100, first=" after the first of each row"),
+        "token cross-entropy, labels shifted", _shifted, _padded, other_than(-100, first=" after the first of each row")
     ),
     _of("tokens weighted in the batch", _by_weights, _token_weights, "entries, weighted or counted by 'weights',"),
     _of(

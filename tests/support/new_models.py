@@ -48,12 +48,12 @@ TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
     "DeBERTa": _text("deberta-v2", "ForMaskedLM"),
     "T5": lambda: transformers_model(
         "ForSeq2SeqLM", "t5", vocab_size=800, d_model=64, d_ff=128, d_kv=16, num_layers=2, num_heads=4,
-        decoder_start_token_id=0, initializer_factor=1.5,
+        decoder_start_token_id=0, initializer_factor=1.5
     ),
     "BART": lambda: transformers_model(
         "ForSeq2SeqLM", "bart", vocab_size=800, d_model=64, encoder_ffn_dim=128, decoder_ffn_dim=128,
         encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        max_position_embeddings=64, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3,
+        max_position_embeddings=64, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2, forced_eos_token_id=3
     ),
     "ViT, truncated": _vision("vit"),
     "BEiT": _vision("beit", use_relative_position_bias=True, use_mask_token=True, layer_scale_init_value=0.1),
@@ -61,14 +61,14 @@ TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
     "Mamba, scaled": _text("mamba", rescale_prenorm_residual=True),
     "Jamba": _text(
         "jamba", num_key_value_heads=2, num_experts=2, mamba_d_state=8, mamba_d_conv=2, mamba_expand=2, mamba_dt_rank=4,
-        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False,
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False
     ),
     "Whisper": lambda: transformers_model(
         "ForSpeechSeq2Seq", "whisper", vocab_size=800, d_model=64, encoder_ffn_dim=128, decoder_ffn_dim=128,
         encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         max_source_positions=50, max_target_positions=40, num_mel_bins=8, pad_token_id=1, bos_token_id=2,
-        eos_token_id=3, decoder_start_token_id=2,
-    ),
+        eos_token_id=3, decoder_start_token_id=2
+    )
 }  # fmt: skip
 """Models that follow the convention of transformers."""
 

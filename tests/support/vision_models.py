@@ -66,7 +66,7 @@ def make_processor(family: str) -> Any:
         image = hf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
         return hf.LlavaProcessor(
             image, tokenizer, patch_size=8, vision_feature_select_strategy="default", chat_template=_LLAVA,
-            num_additional_image_tokens=1,
+            num_additional_image_tokens=1
         )  # fmt: skip
     if family in ("qwen2_vl", "qwen2_5_vl"):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -134,7 +134,7 @@ def make_model(family: str, processor: Any, seed: int = 0) -> Any:
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, initializer_range=0.2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False
     )  # fmt: skip
     vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=16,
                   patch_size=8, initializer_range=0.2)  # fmt: skip
@@ -142,7 +142,7 @@ def make_model(family: str, processor: Any, seed: int = 0) -> Any:
     if family == "llava":
         config: Any = hf.LlavaConfig(
             vision_config=hf.CLIPVisionConfig(**vision, projection_dim=16), text_config=hf.LlamaConfig(**text),
-            image_token_index=id_of("<image>"), image_seq_length=4, tie_word_embeddings=False,
+            image_token_index=id_of("<image>"), image_seq_length=4, tie_word_embeddings=False
         )  # fmt: skip
     elif family in ("qwen2_vl", "qwen2_5_vl"):
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
@@ -162,19 +162,19 @@ def make_model(family: str, processor: Any, seed: int = 0) -> Any:
         config = hf.Gemma3Config(
             text_config={**text, "head_dim": 16, "sliding_window": 64}, vision_config={**vision, "patch_size": 4},
             mm_tokens_per_image=4, boi_token_index=tokenizer.boi_token_id, eoi_token_index=tokenizer.eoi_token_id,
-            image_token_index=tokenizer.image_token_id, initializer_range=0.2,
+            image_token_index=tokenizer.image_token_id, initializer_range=0.2
         )  # fmt: skip
     elif family in ("idefics3", "smolvlm"):
         kind = hf.Idefics3Config if family == "idefics3" else hf.SmolVLMConfig
         config = kind(
             text_config=hf.LlamaConfig(**text), vision_config=vision, image_token_id=id_of("<image>"), scale_factor=2,
-            pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
+            pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False
         )  # fmt: skip
     elif family == "internvl":
         config = hf.InternVLConfig(
             vision_config={**vision, "image_size": [16, 16], "patch_size": [4, 4]}, text_config=hf.Qwen2Config(**text),
             image_token_id=tokenizer.context_image_token_id, image_seq_length=4, downsample_ratio=0.5,
-            tie_word_embeddings=False,
+            tie_word_embeddings=False
         )  # fmt: skip
     else:
         raise ValueError(family)

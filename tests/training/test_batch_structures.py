@@ -199,7 +199,7 @@ class Tokens(Trainer):
 def of_tokens(output_dir: str, **layout: int) -> Any:
     args = TrainingArguments(
         output_dir, max_steps=2, per_device_train_batch_size=2, logging_steps=1, save_strategy="no", use_cpu=True,
-        disable_tqdm=True, train_sampling_strategy="sequential", remove_unused_columns=False, **layout,
+        disable_tqdm=True, train_sampling_strategy="sequential", remove_unused_columns=False, **layout
     )  # fmt: skip
     collate = lambda chosen: tuple(torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels"))  # noqa: E731
     trainer = Tokens(tiny_llama(), args, train_dataset=RaggedTokens(8), data_collator=collate)

@@ -181,10 +181,7 @@ def test_the_restored_state_is_printed(checkpoint: str, tmp_path: Path, capsys: 
     assert words["weights"] == words["optimizer"] == "restored"
     assert words["schedule"] == "LambdaLR, moved to learning rate 0.0025"
     assert words["data"] == "epoch 0, after 12 samples"
-    assert lines[8:10] == [
-        "Changed since then:",
-        "  argument       was   is     what follows",
-    ]
+    assert lines[8:10] == ["Changed since then:", "  argument       was   is     what follows"]
     assert words["learning_rate"] == "0.01  0.005  the schedule is computed anew: learning rate 0.0025 at step 4"
 
 

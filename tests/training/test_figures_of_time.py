@@ -284,7 +284,7 @@ def peaks(folder: str, given: dict[str, Any]) -> dict[str, int]:
 
     args = TrainingArguments(
         folder, use_cpu=True, max_steps=4, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=3,
-        report_to="none", disable_tqdm=True, skip_memory_metrics=False, save_steps=2, **given,
+        report_to="none", disable_tqdm=True, skip_memory_metrics=False, save_steps=2, **given
     )  # fmt: skip
     model = tiny_llama()
     model.register_forward_pre_hook(hold)

@@ -105,10 +105,7 @@ EVERYTHING: dict[str, Any] = {"long_context": True, "activation_offload": True}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"ZeRO {stage}": (2, {"zero_stage": stage, "tiled_mlp": True}) for stage in (0, 3)},
     **{f"ZeRO {stage}, everything": (2, {"zero_stage": stage, **EVERYTHING}) for stage in (1, 2, 3)},
-    "re-entrant": (
-        2,
-        {"zero_stage": 3, **EVERYTHING, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-    ),
+    "re-entrant": (2, {"zero_stage": 3, **EVERYTHING, "activation_checkpointing_kwargs": {"use_reentrant": True}}),
     "tensor parallel": (2, {"zero_stage": 1, "tensor_parallel_size": 2, **EVERYTHING}),
     "sequence parallel": (2, {"zero_stage": 2, "sequence_parallel_size": 2, **EVERYTHING}),
     "context parallel, offload only": (

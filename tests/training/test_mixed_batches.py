@@ -16,15 +16,7 @@ import torch
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.engine.zero3.module_guard import ModuleGuard
 from tests.support.compare import assert_equal, relative
-from tests.support.mixed_batches import (
-    Experts,
-    Images,
-    MixtureModel,
-    Rows,
-    TwoTowers,
-    collate,
-    plain_loss,
-)
+from tests.support.mixed_batches import Experts, Images, MixtureModel, Rows, TwoTowers, collate, plain_loss
 from tests.support.models import tiny_llama
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import RankFailure, close_pools, pool

@@ -21,10 +21,7 @@ from tests.support.runs import compatibility_of
 CONFIG = Path(__file__).parents[2] / "ds_configs" / "zero3_nvme.json"
 STOP, STEPS = 2, 4
 
-pytestmark = [
-    pytest.mark.jit,
-    pytest.mark.needs("libaio.h"),
-]
+pytestmark = [pytest.mark.jit, pytest.mark.needs("libaio.h")]
 
 
 def run(output_dir: Path, extensions: str | None, resume: str | None = None, **changes: Any) -> Trajectory:

@@ -128,11 +128,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         arguments(accumulation=1, **CHECKPOINTED, activation_checkpointing_kwargs={"use_reentrant": True}),
     ),
-    "not reentrant": (
-        NAMES[1],
-        1,
-        arguments(**CHECKPOINTED, activation_checkpointing_kwargs={"use_reentrant": False}),
-    ),
+    "not reentrant": (NAMES[1], 1, arguments(**CHECKPOINTED, activation_checkpointing_kwargs={"use_reentrant": False})),
     "offload": (NAMES[0], 1, arguments(**CHECKPOINTED, activation_offload=True)),
     "dp2": (NAMES[1], 2, arguments(2, zero_stage=3)),
     "dp2, one micro-batch": (NAMES[3], 2, arguments(2, accumulation=1, zero_stage=2)),
@@ -182,7 +178,7 @@ def test_negative_control_samples_in_one_row_are_not_alone() -> None:
 
     mixed = train_plainly(
         bert(), Rows(), loss=loss_of_targets, optimizer="sgd", learning_rate=0.5, weight_decay=0.0,
-        global_batch=ROWS_A_STEP, collate=joined,
+        global_batch=ROWS_A_STEP, collate=joined
     )  # fmt: skip
     assert relative(mixed.losses, reference(NAMES[0]).losses) > 1e-4
 
@@ -269,10 +265,10 @@ def counts(output_dir: str) -> tuple[float, int]:
         bert(),
         TrainingArguments(
             output_dir, use_cpu=True, max_steps=2, save_strategy="no", disable_tqdm=True,
-            include_num_input_tokens_seen="non_padding", **arguments(accumulation=1),
+            include_num_input_tokens_seen="non_padding", **arguments(accumulation=1)
         ),
         train_dataset=make_data(),
-        processing_class=SimpleNamespace(pad_token_id=0),
+        processing_class=SimpleNamespace(pad_token_id=0)
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, masks_made(patch) as made:
         trainer.train()

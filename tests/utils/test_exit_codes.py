@@ -58,8 +58,7 @@ def test_the_code_of_an_error(error: BaseException, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "code"),
-    [("dist.DistBackendError('NCCL error')", 74), ("ValueError()", 1), ("SystemExit(77)", 77)],
+    ("raised", "code"), [("dist.DistBackendError('NCCL error')", 74), ("ValueError()", 1), ("SystemExit(77)", 77)]
 )
 def test_a_process_ends_with_the_code_of_its_error(raised: str, code: int) -> None:
     """After its traceback, and everything that is registered for the end."""

@@ -9,13 +9,7 @@ import pytest
 
 from ds_trainer.utils import secrets
 from ds_trainer.utils.logging import hide_in_logs
-from ds_trainer.utils.secrets import (
-    is_secret,
-    redacted,
-    register_secret,
-    register_secrets_of,
-    without_secrets,
-)
+from ds_trainer.utils.secrets import is_secret, redacted, register_secret, register_secrets_of, without_secrets
 
 KEY = "sEcr3t/Key+of=theTest"
 

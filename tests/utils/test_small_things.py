@@ -97,8 +97,7 @@ def test_malformed_sizes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"),
-    [("64K", 65536), ("1M", 2**20), ("1.5 m", 3 * 2**19), ("131072", 131072), ("4_096", 4096)],
+    ("text", "tokens"), [("64K", 65536), ("1M", 2**20), ("1.5 m", 3 * 2**19), ("131072", 131072), ("4_096", 4096)]
 )
 def test_lengths_in_tokens(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens

@@ -37,8 +37,8 @@ from ds_trainer.utils.units import (
         (0, "0"), (1, "1"), (842, "842"), (0.5, "0.5"), (3.14159, "3.14"), (999.4, "999"), (999.6, "1k"),
         (1000, "1k"), (1010, "1.01k"), (12_345, "12.3k"), (99_949, "99.9k"), (99_951, "100k"), (999_999, "1M"),
         (25_300_000, "25.3M"), (7_000_000_000, "7B"), (1.01e12, "1.01T"), (5e15, "5000T"), (-12_345, "-12.3k"),
-        (math.nan, "nan"), (math.inf, "inf"),
-    ],
+        (math.nan, "nan"), (math.inf, "inf")
+    ]
 )  # fmt: skip
 def test_human_count(number: float, text: str) -> None:
     assert human_count(number) == text
@@ -57,8 +57,8 @@ def test_human_count_is_within_half_a_percent(number: float) -> None:
     [
         (0, "0.00 s"), (0.424, "0.42 s"), (9.996, "10.0 s"), (12.34, "12.3 s"), (59.94, "59.9 s"),
         (59.96, "1 min 00 s"), (200, "3 min 20 s"), (3599.4, "59 min 59 s"), (3599.6, "1 h 00 min"),
-        (7500, "2 h 05 min"), (86_399, "1 d 00 h"), (4 * 86_400 + 7_300, "4 d 02 h"), (math.inf, "inf"),
-    ],
+        (7500, "2 h 05 min"), (86_399, "1 d 00 h"), (4 * 86_400 + 7_300, "4 d 02 h"), (math.inf, "inf")
+    ]
 )  # fmt: skip
 def test_human_duration(seconds: float, text: str) -> None:
     assert human_duration(seconds) == text

@@ -88,10 +88,7 @@ class BackgroundSave(BackgroundTask[Path]):
     """
 
     def __init__(
-        self,
-        snapshot: Snapshot,
-        write: Callable[[Iterable[CheckpointFile], Communicator], Path],
-        barrier: StoreBarrier,
+        self, snapshot: Snapshot, write: Callable[[Iterable[CheckpointFile], Communicator], Path], barrier: StoreBarrier
     ) -> None:
         self._snapshot = snapshot
         self._write = write

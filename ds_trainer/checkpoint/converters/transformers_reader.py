@@ -20,12 +20,7 @@ from ds_trainer.checkpoint.protocol.other_formats import load_deepspeed_pickle
 from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
 from ds_trainer.checkpoint.weights.base_digest import BaseDigest
 from ds_trainer.engine.state.buffers import persistent_buffers
-from ds_trainer.engine.state.state_shards import (
-    BUFFER,
-    WEIGHT,
-    StateShard,
-    scalar_state_keys,
-)
+from ds_trainer.engine.state.state_shards import BUFFER, WEIGHT, StateShard, scalar_state_keys
 from ds_trainer.engine.weights import full_shape
 from ds_trainer.parallel.shard_slices import ShardSlice
 from ds_trainer.utils.errors import ConfigError

@@ -177,14 +177,11 @@ def _conversions(model: Any, key_mapping: Mapping[str, str] | None) -> Iterator[
     known = {(tuple(entry.source_patterns), tuple(entry.target_patterns)) for entry in table}
     for entry in getattr(model, "_weight_conversions", None) or ():
         added = (tuple(entry.source_patterns), tuple(entry.target_patterns)) not in known
-        if added and not any(_adds_quantization_scales(operation) for operation in getattr(entry, "operations", ())):
+        # Those of bitsandbytes leave the packed values as they are in the file.
+        owners = {type(operation).__module__ for operation in getattr(entry, "operations", ())}
+        if added and "transformers.integrations.bitsandbytes" not in owners:
             yield copy.deepcopy(entry)
     yield from table
-
-
-def _adds_quantization_scales(operation: Any) -> bool:
-    """Whether it is an operation of bitsandbytes, which leaves the packed values as they are in the file."""
-    return type(operation).__module__ == "transformers.integrations.bitsandbytes"
 
 
 def is_transformers_model(model: Any) -> bool:

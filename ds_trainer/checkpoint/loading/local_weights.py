@@ -83,7 +83,8 @@ class LocalShard:
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """Returns all parameters and persistent buffers, each once."""
     added = _added_by_adapters(model)
-    prefix = _prefix_of(model, without_adapters(model))
+    base = without_adapters(model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     entries: dict[int, ModelTensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         entry = entries.setdefault(id(parameter), ModelTensor([], parameter, full_shape(parameter)))
@@ -107,12 +108,6 @@ def _added_by_adapters(model: nn.Module) -> set[int]:
             wrapped = {id(parameter) for parameter in inner.parameters()}
             added.update(id(parameter) for parameter in module.parameters() if id(parameter) not in wrapped)
     return added
-
-
-def _prefix_of(model: nn.Module, base: nn.Module) -> str:
-    if base is model:
-        return ""
-    return next((f"{name}." for name, module in model.named_modules() if module is base), "")
 
 
 def _in_file(name: str, prefix: str) -> str:

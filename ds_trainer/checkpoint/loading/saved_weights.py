@@ -112,8 +112,7 @@ class SavedAdapterWeights:
         config = directory / CONFIGURATION_FILE
         name_or_path = read_json(config).get("base_model_name_or_path") if config.is_file() else None
         self.base = BaseDigest(
-            str(name_or_path or ""),
-            {n: (TYPES[t.dtype], full_shape(t), "") for n, t in tensors.items()},
+            str(name_or_path or ""), {n: (TYPES[t.dtype], full_shape(t), "") for n, t in tensors.items()}
         )
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -200,7 +200,8 @@ def verify_weights(
         elif verdict == _MISSING:
             missing.append(name)
         elif verdict == _SHAPE_MISMATCH:
-            shape_mismatches[name] = (entry.shape, _shape_in_files(entry, expected))
+            in_files = (expected.shapes[one] for one in entry.names if one in expected.shapes)
+            shape_mismatches[name] = (entry.shape, next(in_files, ()))
         else:
             different[name] = verdict - _DIFFERENT
     return Verification(
@@ -228,10 +229,6 @@ def _verdict_of_files(entry: ModelTensor, expected: ExpectedWeights) -> int:
     if entry.shape not in shapes:  # packed weights do not have the shape of the original weights
         return _SHAPE_MISMATCH if quantized_bits(entry.tensor) is None else _NOT_COMPARED
     return _GOOD
-
-
-def _shape_in_files(entry: ModelTensor, expected: ExpectedWeights) -> tuple[int, ...]:
-    return next((expected.shapes[name] for name in entry.names if name in expected.shapes), ())
 
 
 def _compare(

@@ -61,7 +61,8 @@ def save_weights(model: nn.Module, directory: Path, max_shard_bytes: int) -> Non
     tensors = saved_tensors(model)
     weights = [WeightSpec(name, full_shape(tensor), tensor.dtype) for name, tensor in tensors.items()]
     files = plan_files(sections_of(model, weights), max_shard_bytes)
-    gathered = _gathered(tensors, [tensor_names(file) for file in files], min(max_shard_bytes, _GATHERED))
+    most = min(max_shard_bytes, _GATHERED)
+    gathered = chain.from_iterable(whole_tensors(tensors, tensor_names(file), most) for file in files)
     if distributed.rank() == 0:
         write_sections(directory, files, gathered)
     else:
@@ -90,12 +91,6 @@ def save_given_weights(
     files = plan_files(sections_of(model, weights), max_shard_bytes)
     names = chain.from_iterable(tensor_names(file) for file in files)
     write_sections(directory, files, ((name, tensors[name].detach()) for name in names))
-
-
-def _gathered(
-    tensors: dict[str, torch.Tensor], files: list[list[str]], max_bytes: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    return chain.from_iterable(whole_tensors(tensors, names, max_bytes) for names in files)
 
 
 def write_sections(

@@ -89,7 +89,7 @@ def show(directory: Path, stream: TextIO, seconds: float, has_ended: Callable[[R
     Returns:
         Whether the run has ended.
     """
-    has_ended = has_ended or _says_its_end
+    has_ended = has_ended or (lambda files: outcome_of(files).state not in ("running", "unknown"))
     run = RunFollower(directory)
     stream.write(_OTHER_SCREEN + _HIDE_CURSOR)
     try:
@@ -107,10 +107,6 @@ def show(directory: Path, stream: TextIO, seconds: float, has_ended: Callable[[R
         stream.flush()
     show_once(directory, stream)
     return ended
-
-
-def _says_its_end(files: RunFiles) -> bool:
-    return outcome_of(files).state not in ("running", "unknown")
 
 
 def _draw(lines: list[str], stream: TextIO) -> None:

@@ -27,12 +27,7 @@ from ds_trainer.monitor.doctor.machine import (
     shared_memory_findings,
     written_directories,
 )
-from ds_trainer.monitor.doctor.network import (
-    bandwidth_finding,
-    has_infiniband,
-    interface_findings,
-    name_findings,
-)
+from ds_trainer.monitor.doctor.network import bandwidth_finding, has_infiniband, interface_findings, name_findings
 from ds_trainer.monitor.doctor.versions import (
     Difference,
     argument_differences,

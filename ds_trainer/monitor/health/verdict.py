@@ -182,10 +182,7 @@ def write_rank(folder: Path, report: RankReport, stacks: str | None) -> Path:
     lines = [report.sentence() + ".", ""]
     if stacks is None:
         reported = time.strftime("%H:%M:%S", time.localtime(report.reported_at))
-        lines += [
-            f"Its training thread at {reported}, in its last report:",
-            *(f"  {frame}" for frame in report.stack),
-        ]
+        lines += [f"Its training thread at {reported}, in its last report:", *(f"  {frame}" for frame in report.stack)]
     else:
         lines.append(stacks)
         last = flight_record()

@@ -26,12 +26,7 @@ class Advice(NamedTuple):
 
 
 def advice_of(
-    files: RunFiles,
-    outcome: str,
-    use: TimeUse,
-    speed: Mapping[str, Any],
-    memory: Mapping[str, Any],
-    spikes: int,
+    files: RunFiles, outcome: str, use: TimeUse, speed: Mapping[str, Any], memory: Mapping[str, Any], spikes: int
 ) -> list[Advice]:
     """What to change, the most urgent first.
 

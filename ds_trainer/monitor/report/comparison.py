@@ -10,13 +10,7 @@ from ds_trainer.monitor.metrics_file import LOSSES
 from ds_trainer.monitor.report.charts import Chart, Series, draw, smoothed
 from ds_trainer.monitor.report.figures import format_of
 from ds_trainer.monitor.report.html import section, shown, table
-from ds_trainer.monitor.report.page import (
-    cost_texts,
-    html_page,
-    quality_texts,
-    speed_texts,
-    state_name,
-)
+from ds_trainer.monitor.report.page import cost_texts, html_page, quality_texts, speed_texts, state_name
 from ds_trainer.utils.units import human_duration
 
 

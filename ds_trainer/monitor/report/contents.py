@@ -51,7 +51,7 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
             "quality": _quality(files),
             "speed": speed,
             "cost": _cost(files, use, price),
-            "advice": [one._asdict() for one in advice_of(files, outcome.state, use, speed, memory, loss_spikes)],
+            "advice": [one._asdict() for one in advice_of(files, outcome.state, use, speed, memory, loss_spikes)]
         },
         "curves": {name: thinned(points) for name, points in _curves(files).items()},
         "not_finite": {name: steps for name in (files.loss_name, "grad_norm") if (steps := files.not_finite(name))},
@@ -76,7 +76,7 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
         "machine": {"host": start.get("host"), "system": start.get("system")},
         "header": start.get("header", []),
         "processes": [_process(session) for session in files.sessions],
-        "results": _results(files),
+        "results": _results(files)
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ds_trainer.utils.units import counted, human_count, human_duration
 _GOOD, _BAD, _OPEN = ("finished",), ("failed", "diverged", "killed"), ("stopped", "running", "unknown")
 _STATES = {
     "finished": "Finished", "failed": "Failed", "diverged": "Diverged", "killed": "Killed",
-    "stopped": "Stopped early", "running": "Running", "unknown": "Unknown",
+    "stopped": "Stopped early", "running": "Running", "unknown": "Unknown"
 }  # fmt: skip
 
 _KEYS = "".join(f".k{n}::before{{background:var(--c{n})}}" for n in range(SERIES))
@@ -239,7 +239,7 @@ def _incidents(report: Mapping[str, Any]) -> str:
     processes = [
         (
             _clock(one["began"]), f"{one['first_step']:,} to {one['last_step']:,}", str(one["host"] or ""),
-            f"{one['devices'] or ''}", human_duration(max(0.0, one["ended"] - one["began"])), str(one["outcome"]),
+            f"{one['devices'] or ''}", human_duration(max(0.0, one["ended"] - one["began"])), str(one["outcome"])
         )
         for one in report["processes"]
     ]  # fmt: skip

@@ -198,11 +198,8 @@ class StopController:
         self._durations.append(now - self._last)
         self._last = now
         if self._vote.is_due(self._boundary):
-            self.agreed = self._vote.at(self._boundary, self._own_request(), self._median_step)
+            self.agreed = self._vote.at(self._boundary, self._own_request(), lambda: statistics.median(self._durations))
         return self.agreed is not None
-
-    def _median_step(self) -> float:
-        return statistics.median(self._durations)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -11,13 +11,7 @@ import torch
 from tests.behaviors.api import Api
 from tests.support.models import tiny_llama
 
-_OURS = {
-    "ds_config.json",
-    "metrics.jsonl",
-    "run_history.jsonl",
-    "report.html",
-    "report.json",
-}
+_OURS = {"ds_config.json", "metrics.jsonl", "run_history.jsonl", "report.html", "report.json"}
 
 
 def _saved_run(api: Api) -> Any:

@@ -15,7 +15,7 @@ def set_training(api: Api) -> Any:
     args = api.arguments().set_training(learning_rate=1e-4, batch_size=32, num_epochs=2, weight_decay=0.1, seed=1)
     return _values(
         args, "do_train", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "weight_decay", "seed",
-        "max_steps", "gradient_accumulation_steps", "gradient_checkpointing",
+        "max_steps", "gradient_accumulation_steps", "gradient_checkpointing"
     )  # fmt: skip
 
 
@@ -23,7 +23,7 @@ def set_evaluate(api: Api) -> Any:
     args = api.arguments().set_evaluate(strategy="steps", steps=100, batch_size=4, accumulation_steps=2, loss_only=True)
     return _values(
         args, "do_eval", "eval_strategy", "eval_steps", "per_device_eval_batch_size", "eval_accumulation_steps",
-        "prediction_loss_only",
+        "prediction_loss_only"
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def set_logging(api: Api) -> Any:
     )
     return _values(
         args, "logging_strategy", "logging_steps", "report_to", "log_level", "logging_first_step",
-        "logging_nan_inf_filter", "log_on_each_node", "log_level_replica",
+        "logging_nan_inf_filter", "log_on_each_node", "log_level_replica"
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def set_dataloader(api: Api) -> Any:
     args = api.arguments().set_dataloader(train_batch_size=16, eval_batch_size=64, drop_last=True, sampler_seed=5)
     return _values(
         args, "per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_drop_last", "data_seed",
-        "dataloader_num_workers", "ignore_data_skip", "auto_find_batch_size",
+        "dataloader_num_workers", "ignore_data_skip", "auto_find_batch_size"
     )  # fmt: skip
 
 

@@ -15,11 +15,7 @@ from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave, SaveFailed
 from ds_trainer.checkpoint.protocol.manifest import BrokenCheckpoint
 from ds_trainer.checkpoint.protocol.writer_group import Communicator, WriterGroup
-from ds_trainer.checkpoint.selection import (
-    VerifiedCheckpoint,
-    newest_valid_checkpoint,
-    verify_checkpoint,
-)
+from ds_trainer.checkpoint.selection import VerifiedCheckpoint, newest_valid_checkpoint, verify_checkpoint
 from tests.support.checkpoints import METADATA, files_of, on_ranks
 
 HOSTS = ("one", "two", "one", "two")  # of four ranks on two machines, alternating

@@ -18,13 +18,7 @@ from tests.support.runs import whole_weights
 SEQUENCE = ParallelLayout(4, cp=2, sp=2)
 TENSOR_AND_SEQUENCE = ParallelLayout(4, tp=2, sp=2)
 ALL_AXES = ParallelLayout(8, tp=2, cp=2, sp=2)
-CASES = [
-    (SEQUENCE, 0),
-    (SEQUENCE, 3),
-    (TENSOR_AND_SEQUENCE, 2),
-    (TENSOR_AND_SEQUENCE, 3),
-    (ALL_AXES, 1),
-]
+CASES = [(SEQUENCE, 0), (SEQUENCE, 3), (TENSOR_AND_SEQUENCE, 2), (TENSOR_AND_SEQUENCE, 3), (ALL_AXES, 1)]
 names = [f"{layout.describe()}, ZeRO {stage}" for layout, stage in CASES]
 
 

@@ -29,9 +29,7 @@ def one_of_many(t: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("moved", [experts, halves, rotated, one_of_many, lambda t: t[0]])
-def test_traced_elements_are_those_of_the_operation(
-    moved: Callable[[list[torch.Tensor]], torch.Tensor],
-) -> None:
+def test_traced_elements_are_those_of_the_operation(moved: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
     real = [torch.randn(12, 4, generator=torch.Generator().manual_seed(n)) for n in range(6)]
     origins = ElementTracer()
     sources = [origins.source(str(n), (12, 4), torch.float32) for n in range(6)]

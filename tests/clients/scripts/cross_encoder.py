@@ -4,11 +4,7 @@ import tempfile
 
 from assets import bert_config, preferences, report, seeded, tokenizer
 from datasets import Dataset
-from sentence_transformers.cross_encoder import (
-    CrossEncoder,
-    CrossEncoderTrainer,
-    CrossEncoderTrainingArguments,
-)
+from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from transformers import BertForSequenceClassification, HfArgumentParser
 

@@ -4,11 +4,7 @@ import tempfile
 
 from assets import bert_config, preferences, report, seeded, tokenizer
 from datasets import Dataset
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.losses import CosineSimilarityLoss, MultipleNegativesRankingLoss
 from sentence_transformers.models import Pooling, Transformer

@@ -4,12 +4,7 @@ import numpy as np
 import workflow
 from assets import bert_config, sentences, tokenizer
 from datasets import Dataset
-from transformers import (
-    BertForTokenClassification,
-    DataCollatorForTokenClassification,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import BertForTokenClassification, DataCollatorForTokenClassification, Trainer, TrainingArguments
 
 LABELS = ("O", "KEYWORD", "NAME")
 KEYWORDS = {"import", "from", "def", "return", "for", "in", "if", "not", "is", "class", "and", "or", "with", "as"}

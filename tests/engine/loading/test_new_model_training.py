@@ -69,7 +69,7 @@ def two_ranks(tmp_path_factory: Any) -> list[dict[str, Trajectory]]:
 def test_ranks_train_a_new_model_like_one_process(name: str, two_ranks: list[dict[str, Trajectory]]) -> None:
     wanted = train_plainly(
         filled_model(CASES[name][0]), make_data(), optimizer="sgd", learning_rate=0.2, weight_decay=0.0, clip=0.5,
-        steps=STEPS, global_batch=GLOBAL_BATCH,
+        steps=STEPS, global_batch=GLOBAL_BATCH
     )  # fmt: skip
     for found in two_ranks:
         assert_equal(found[name], wanted)

@@ -263,7 +263,7 @@ def seen_by_the_engine(directory: str, how: str, arguments: dict[str, Any]) -> S
     nn.Module.to = moved  # type: ignore[assignment]
     args = TrainingArguments(
         directory, zero_stage=3, max_steps=1, disable_tqdm=True, use_cpu=True, optim="sgd", save_strategy="no",
-        **arguments,
+        **arguments
     )  # fmt: skip
     original_place = placement._place
 

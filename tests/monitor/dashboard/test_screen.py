@@ -58,7 +58,7 @@ def test_every_terminal_gets_a_screen_that_fits(tmp_path: Path) -> None:
     text = "\n".join(screen_lines(files, 120, 50, 3.0))
     for words in (
         "chat-8b: finished", "100 %", "step 600/600", "loss", "grad norm", "eval loss", "MFU", "32.4 GB of 85 GB",
-        "ranks at step 600", "7 ", "slow", "the loss is not finite on rank 3",
+        "ranks at step 600", "7 ", "slow", "the loss is not finite on rank 3"
     ):  # fmt: skip
         assert words in text, words
 

@@ -56,7 +56,7 @@ def _start(**changes: Any) -> dict[str, Any]:
     summary = {
         "model_name": "LlamaForCausalLM", "parameters_total": 8_030_000_000, "parameters_trainable": 8_030_000_000,
         "world_size": 8, "global_batch_size": 64, "max_steps": STEPS, "device": "NVIDIA H100 80GB HBM3",
-        "weights": "291 tensors are equal to those of /models/llama-8b", "peak_flops": 989.4e12,
+        "weights": "291 tensors are equal to those of /models/llama-8b", "peak_flops": 989.4e12
     }  # fmt: skip
     return {
         "event": "start", "time": BEGAN + 95, "step": 0, "process_started": BEGAN, "train_called": BEGAN + 40,
@@ -67,13 +67,13 @@ def _start(**changes: Any) -> dict[str, Any]:
         "arguments": [
             {"name": "learning_rate", "value": 2e-5, "default": 5e-5, "origin": "command line"},
             {"name": "zero_stage", "value": 3, "default": None, "origin": "recipe.yaml:14"},
-            {"name": "packing", "value": True, "default": False, "origin": "recipe.yaml:15"},
+            {"name": "packing", "value": True, "default": False, "origin": "recipe.yaml:15"}
         ],
         "header": [["model", "LlamaForCausalLM, 8.03B parameters, all trainable"]], "summary": summary,
         "memory_limit_bytes": 85_000_000_000, "device_hour_price": 2.5,
         "prediction": {"step_seconds": [1.7, 2.0, 2.4], "tensor_bytes": 33e9, "device_bytes": 36e9, "incomplete": ""},
         "order": {"samples": 64_000, "seed": 42, "shuffle": True, "steps_per_epoch": 1000, "samples_per_step": 64},
-        **changes,
+        **changes
     }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def _history() -> list[dict[str, Any]]:
         _start(step=400, time=BEGAN + 1300, process_started=BEGAN + 1210, train_called=BEGAN + 1240,
                resumed_from="/runs/chat-8b/checkpoint-400", resumed_written=BEGAN + 940),
         {"event": "end", "time": BEGAN + 1790, "step": STEPS, "outcome": "finished",
-         "seconds": {name: value * 0.5 for name, value in seconds.items()}},
+         "seconds": {name: value * 0.5 for name, value in seconds.items()}}
     ]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _stragglers() -> list[dict[str, Any]]:
             "step": step, "world_size": 8, "ranks": list(range(8)), "hosts": ["node-17"] * 8, "step_seconds": steps,
             "data_seconds": data, "communication_seconds": waits,
             "work_seconds": [s - d - w for s, d, w in zip(steps, data, waits, strict=True)],
-            "slowest_rank": 7, "slowest_cause": "data loading", "notable": True,
+            "slowest_rank": 7, "slowest_cause": "data loading", "notable": True
         }
         for step in range(50, STEPS + 1, 50)
     ]  # fmt: skip

@@ -83,7 +83,7 @@ def test_the_first_screen_answers_the_questions(pages: dict[str, Path], chromium
     text = chromium.evaluate("document.body.innerText")
     for words in (
         "Finished", "MFU 37",
-        "device hours at 2.5 each", "of the time of steps is waiting for data", "eval_loss rose from",
+        "device hours at 2.5 each", "of the time of steps is waiting for data", "eval_loss rose from"
     ):  # fmt: skip
         assert words in text, words
     last = chromium.evaluate("[...document.querySelectorAll('.card')].at(-1).getBoundingClientRect().bottom")

@@ -96,10 +96,7 @@ MESSAGES: list[Case] = [
     (one(role=None, content="x"), "turn 2 of 'messages': 'role' is null"),
     (one(role="assistant", content=None), "turn 2 of 'messages': 'content' is null"),
     (one(role=5, content="x"), "turn 2 of 'messages' has the role a number; roles are"),
-    (
-        one(role="assistent", content="x"),
-        "'assistent'; roles are system, user, assistant and tool. Did you mean",
-    ),
+    (one(role="assistent", content="x"), "'assistent'; roles are system, user, assistant and tool. Did you mean"),
     (one(role="", content="x"), "turn 2 of 'messages' has the role ''"),
     (one(role="narrator", content="x"), "turn 2 of 'messages' has the role 'narrator'"),
     (one(role=["assistant"], content="x"), "turn 2 of 'messages' has the role a list"),
@@ -117,10 +114,7 @@ MESSAGES: list[Case] = [
     (one(role="assistant", content=[{"type": "text"}]), "text of part 1 of turn 2 of 'messages' must be a string"),
     (one(role="assistant", content=[{"type": "text", "text": ""}]), "is empty"),
     (one(role="assistant", content=[{"type": "text", "text": 1}]), "must be a string, got a number"),
-    (
-        one(role="assistant", content="\ud800"),
-        "turn 2 of 'messages' cannot be encoded as UTF-8: surrogates",
-    ),
+    (one(role="assistant", content="\ud800"), "turn 2 of 'messages' cannot be encoded as UTF-8: surrogates"),
     (one(role="user", content="x"), "'messages' has no turn of the assistant"),
     (one(role="system", content="x"), "'messages' has no turn of the assistant"),
     (
@@ -190,10 +184,7 @@ SHAREGPT: list[Case] = [
     (share({"from": "human", "value": " "}, SAY), "turn 1 of 'conversations' is empty"),
     (share({"from": "humen", "value": "x"}, SAY), "turn 1 of 'conversations' has the role 'humen'"),
     (share(ASK, {"from": "gpt4", "value": "x"}), "turn 2 of 'conversations' has the role 'gpt4'"),
-    (
-        share(ASK, {"from": "function_call", "value": "f()"}),
-        "tool call of turn 2 of 'conversations' is a text",
-    ),
+    (share(ASK, {"from": "function_call", "value": "f()"}), "tool call of turn 2 of 'conversations' is a text"),
     (share(ASK, {"from": "function_call", "value": "{}"}), "turn 2 of 'conversations': a tool call has no name"),
     (share(ASK, {"from": "function_call", "value": "[1]"}), "a tool call must be a mapping, got a list"),
     (share(ASK, SAY, {"from": "system", "value": "x"}), "turn 3 of 'conversations' is a system turn"),
@@ -201,10 +192,7 @@ SHAREGPT: list[Case] = [
     (share(ASK, SAY, 7), "turn 3 of 'conversations' must be a mapping"),
     (line({"conversations": "hi"}), "'conversations' is a text, and not valid JSON"),
     (line({"conversations": {"0": ASK}}), "'conversations' must be a list of turns, got a mapping"),
-    (
-        share({"from": "human", "value": "<image>?"}, SAY, images=["good.png"] * 2),
-        "1 image, but the sample has 2",
-    ),
+    (share({"from": "human", "value": "<image>?"}, SAY, images=["good.png"] * 2), "1 image, but the sample has 2"),
 ]
 
 PROMPT_COMPLETION: list[Case] = [
@@ -222,11 +210,7 @@ PROMPT_COMPLETION: list[Case] = [
         ("\ud800", "x", "'prompt' cannot be encoded as UTF-8"),
         ("x", "\udfff", "'completion' cannot be encoded as UTF-8"),
         ([], "x", "'prompt' has no turn"),
-        (
-            "x",
-            [{"role": "assistant", "content": "y"}],
-            "'prompt' and 'completion' must both be texts, or both",
-        ),
+        ("x", [{"role": "assistant", "content": "y"}], "'prompt' and 'completion' must both be texts, or both"),
         ([{"role": "user", "content": "y"}], "x", "'prompt' and 'completion' must both be texts, or both"),
         ([{"role": "user", "content": "y"}], [{"role": "user", "content": "z"}], "has no turn of the assistant"),
         ([{"role": "user", "content": ""}], [{"role": "assistant", "content": "z"}], "turn 1 of 'prompt' is empty"),
@@ -250,10 +234,7 @@ ALPACA: list[Case] = [
         ({"input": ["x"]}, "'input' must be a string, got a list"),
         ({"input": " "}, "'input' is empty"),
         ({"history": [["x"]]}, "'history' must be a list of pairs, question and answer; entry -1 is not"),
-        (
-            {"history": [["x", "y", "z"], ["a", "b"]]},
-            "'history' must be a list of pairs, question and answer; entry",
-        ),
+        ({"history": [["x", "y", "z"], ["a", "b"]]}, "'history' must be a list of pairs, question and answer; entry"),
         ({"history": [["x", ""]]}, "'history[-1]' is empty"),
         ({"history": "x"}, "'history' must be a list of pairs"),
         ({"history": 5}, "'history' must be a list of pairs"),

@@ -117,12 +117,7 @@ def test_places_are_lines_and_rows(tmp_path: Path) -> None:
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]},
             "messages",
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": "b", "train": False},
-                ]
-            },
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False}]},
         ),
         (
             {

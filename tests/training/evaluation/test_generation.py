@@ -25,7 +25,7 @@ def tokens_of(model: Any, replica: int, **keywords: Any) -> list[list[int]]:
     given = prompts(replica)
     found = model.generate(
         given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NEW + replica, pad_token_id=0,
-        **keywords,
+        **keywords
     )  # fmt: skip
     return list(found.tolist())
 

@@ -30,10 +30,7 @@ class LoadingProcess(nn.Module):
 
 
 def by_this_process(rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-    return {
-        "process": torch.full((len(rows),), os.getpid()),
-        "labels": torch.tensor([row["labels"] for row in rows]),
-    }
+    return {"process": torch.full((len(rows),), os.getpid()), "labels": torch.tensor([row["labels"] for row in rows])}
 
 
 def loading_processes(output_dir: str, sets: Any, stream: bool = False, stays: bool = True) -> list[Any]:

@@ -15,15 +15,7 @@ from torch.utils.data import DataLoader
 from ds_trainer import EvalPrediction, PredictionOutput, Trainer
 from ds_trainer.training.evaluation import evaluation_loop as eval_loop
 from tests.support.pool import pool
-from tests.support.predictions import (
-    KINDS,
-    Pair,
-    arguments,
-    class_rows,
-    describe,
-    make,
-    refusal_of,
-)
+from tests.support.predictions import KINDS, Pair, arguments, class_rows, describe, make, refusal_of
 
 
 def assert_same(found: Any, wanted: Any) -> None:

@@ -54,10 +54,7 @@ def collate(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return (
         {**batch, "labels": torch.ones(len(found), dtype=torch.long)}
         if kind == "classifier"
-        else {
-            **batch,
-            "return_loss": True,
-        }
+        else {**batch, "return_loss": True}
     )
 
 

@@ -76,12 +76,7 @@ class AtStepEnd(TrainerCallback):
 def make(output_dir: str, cls: type[Generating] = Generating, **changes: Any) -> Generating:
     """A trainer with a global batch of 4 prompts."""
     values: dict[str, Any] = dict(
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
+        max_steps=STEPS, learning_rate=1e-2, logging_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True
     )
     args = TrainingArguments(output_dir, **{**values, **changes})
     args.per_device_train_batch_size = GLOBAL_BATCH * replica_size(changes) // distributed.world_size()

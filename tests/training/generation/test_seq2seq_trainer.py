@@ -35,7 +35,7 @@ def transformers_trainer(kind: str, directory: Path, samples: int = 5, **changes
 
     args = transformers.Seq2SeqTrainingArguments(
         str(directory), use_cpu=True, per_device_eval_batch_size=2, predict_with_generate=True, report_to="none",
-        disable_tqdm=True, **changes,
+        disable_tqdm=True, **changes
     )  # fmt: skip
     alone = kind == "decoder"
     rows = prompts(samples) if alone else pairs(samples)

@@ -165,11 +165,7 @@ def test_the_license_of_the_base_model_is_looked_up(hub: HubServer, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "task"),
-    [
-        ("BertForSequenceClassification", "text-classification"),
-        ("GPT2LMHeadModel", "text-generation"),
-        ("Mine", None),
-    ],
+    [("BertForSequenceClassification", "text-classification"), ("GPT2LMHeadModel", "text-generation"), ("Mine", None)],
 )
 def test_the_task_follows_from_the_architecture(name: str, task: str | None) -> None:
     assert card_facts._task_of(type(name, (), {})()) == task

@@ -65,62 +65,62 @@ CASES: dict[str, tuple[Damage, bool, str]] = {
     "no config.json": (lambda d: (d / "config.json").unlink(), False, r"there is no config.json in .*Pass the dir"),
     "a config.json that is cut off": (lambda d: _cut(d / "config.json", 9), False, "json cannot be loaded: .*JSON"),
     "no model_type": (
-        lambda d: (d / "config.json").write_text("{}"), False, "config.json cannot be loaded: .*`model_type`",
+        lambda d: (d / "config.json").write_text("{}"), False, "config.json cannot be loaded: .*`model_type`"
     ),
     "an unknown model_type": (lambda d: _rewrite(d / "config.json", model_type="lama9"), False, "loaded: .*`lama9`"),
     "a class of another architecture": (
         lambda d: _rewrite(d / "config.json", architectures=["BertForMaskedLM"]), False,
-        "model_type llama, but its architectures entry BertForMaskedLM is for bert models. Correct one",
+        "model_type llama, but its architectures entry BertForMaskedLM is for bert models. Correct one"
     ),
     "another architecture": (
         lambda d: _rewrite(d / "config.json", architectures=["BertForMaskedLM"], model_type="bert"), False,
-        "has no weights for 44 tensors of BertForMaskedLM.*the directory belongs to another model",
+        "has no weights for 44 tensors of BertForMaskedLM.*the directory belongs to another model"
     ),
     "another size": (lambda d: _rewrite(d / "config.json", hidden_size=64), False, "shapes differ from Llama"),
     "a damaged generation_config.json": (
-        lambda d: (d / "generation_config.json").write_text("{"), False, "config.json cannot be loaded: .*remove",
+        lambda d: (d / "generation_config.json").write_text("{"), False, "config.json cannot be loaded: .*remove"
     ),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), False, "found none of model.safetensors, "),
     "a missing shard file": (
         lambda d: (d / "model-00001-of-00005.safetensors").unlink(), True,
-        r"index.json lists 5 files, 1 of which are missing: model-00001-of-00005.safetensors. Copy or download",
+        r"index.json lists 5 files, 1 of which are missing: model-00001-of-00005.safetensors. Copy or download"
     ),
     "an index with a wrong name": (
-        _another_name_in_the_index, True, r"lists \d files, 1 of which are missing: model-9.safetensors",
+        _another_name_in_the_index, True, r"lists \d files, 1 of which are missing: model-9.safetensors"
     ),
     "an index that is cut off": (
-        lambda d: _cut(d / "model.safetensors.index.json", 50), True, r"is not valid JSON \(.*Copy or download",
+        lambda d: _cut(d / "model.safetensors.index.json", 50), True, r"is not valid JSON \(.*Copy or download"
     ),
     "an index that is a list": (
-        lambda d: (d / "model.safetensors.index.json").write_text("[]"), True, "index.json is not a weight index",
+        lambda d: (d / "model.safetensors.index.json").write_text("[]"), True, "index.json is not a weight index"
     ),
     "a file that is cut off": (
         lambda d: _cut(d / "model.safetensors", 79692), False,
-        "has 79692 bytes, but its header requires 79792: it is truncated or damaged. Copy or download",
+        "has 79692 bytes, but its header requires 79792: it is truncated or damaged. Copy or download"
     ),
     "a file that is cut off, and no type": (
-        lambda d: (_cut(d / "model.safetensors", 70000), _without_type(d)), False, "has 70000 bytes, but its",
+        lambda d: (_cut(d / "model.safetensors", 70000), _without_type(d)), False, "has 70000 bytes, but its"
     ),
     "a shard file that is cut off": (
-        lambda d: _cut(d / "model-00002-of-00005.safetensors", 999), True, "00002-of-00005.safetensors .* damaged",
+        lambda d: _cut(d / "model-00002-of-00005.safetensors", 999), True, "00002-of-00005.safetensors .* damaged"
     ),
     "a file that is cut off in its header": (
-        lambda d: _cut(d / "model.safetensors", 100), False, "is not a safetensors file, or is damaged: a header of",
+        lambda d: _cut(d / "model.safetensors", 100), False, "is not a safetensors file, or is damaged: a header of"
     ),
     "an empty file": (lambda d: _cut(d / "model.safetensors", 0), False, "damaged: a header of 0 bytes in a file of 0"),
     "a header without offsets": (_entry_without_offsets, False, "its header has no location for a. Copy or download"),
     "a pickle that runs code": (
         lambda d: _as_bin(d, {"a": Malicious(d / "ran"), "b": torch.ones(3)}), False,
-        "pytorch_model.bin contains more than tensors and plain values: posix.system can run code .*was not run",
+        "pytorch_model.bin contains more than tensors and plain values: posix.system can run code .*was not run"
     ),
     "a pickle that runs code, and no type": (
-        lambda d: (_as_bin(d, {"a": Malicious(d / "ran"), "b": torch.ones(3)}), _without_type(d)), False, "posix.sys",
+        lambda d: (_as_bin(d, {"a": Malicious(d / "ran"), "b": torch.ones(3)}), _without_type(d)), False, "posix.sys"
     ),
     "an old pickle that runs code": (
         lambda d: ((d / "model.safetensors").unlink(),
                    (d / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious(d / "ran")))),
-        False, "pytorch_model.bin is damaged, or in the format of torch before 1.6",
-    ),
+        False, "pytorch_model.bin is damaged, or in the format of torch before 1.6"
+    )
 }  # fmt: skip
 
 NAMES = {

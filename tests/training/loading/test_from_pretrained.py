@@ -178,10 +178,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a class for other models": ({"auto_class": "AutoModelForObjectDetection"}, "no AutoModelForObjectDetection for"),
     "a model class of another type": ({"auto_class": "BertForMaskedLM"}, "is for bert models, but this model has type"),
     "what is no class": ({"auto_class": nn.Linear}, "auto_class=Linear is not a model class of transformers"),
-    "an unknown field": (
-        {"num_hiden_layers": 3},
-        "num_hiden_layers=3 is neither.*Did you mean 'num_hidden_layers'",
-    ),
+    "an unknown field": ({"num_hiden_layers": 3}, "num_hiden_layers=3 is neither.*Did you mean 'num_hidden_layers'"),
     "an argument mistyped": (
         {"auto_clas": "AutoModel"},
         "auto_clas='AutoModel' is neither a field.*Did you mean 'auto_class'",

@@ -59,7 +59,7 @@ def sizes(world: int, accumulation: int) -> dict[str, int]:
 
 LAYOUTS_AND_STAGES = [
     (1, 0, 1), (1, 1, 2), (1, 2, 8), (1, 3, 8), (2, 0, 2), (2, 1, 8), (2, 2, 1), (2, 3, 2), (4, 0, 1), (4, 1, 2),
-    (4, 2, 2), (4, 3, 1),
+    (4, 2, 2), (4, 3, 1)
 ]  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class Resumed(torch.utils.data.Dataset[Any]):
 def test_a_resumed_run_weights_its_losses_as_before(tmp_path: Path) -> None:
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=4, max_steps=4, save_steps=2, use_cpu=True, disable_tqdm=True,
-        report_to="none", train_sampling_strategy="sequential",
+        report_to="none", train_sampling_strategy="sequential"
     )  # fmt: skip
     rules = []
     for checkpoint in (None, str(tmp_path / "checkpoint-2")):

@@ -89,7 +89,7 @@ def trainer_of(folder: str, kind: Any, **changes: Any) -> Own:
         max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4, learning_rate=0.1, optim="sgd",
         logging_steps=1, use_cpu=True,
         save_strategy="no", disable_tqdm=True, report_to="none", train_sampling_strategy="sequential",
-        remove_unused_columns=False, label_names=["other"],
+        remove_unused_columns=False, label_names=["other"]
     )  # fmt: skip
     args = TrainingArguments(folder, **{**values, **changes})
     return kind(kind.encoder(), args, train_dataset=Pairs(), eval_dataset=Pairs())  # type: ignore[no-any-return]
@@ -110,7 +110,7 @@ def trained(folder: str, how: str, changes: dict[str, Any], kind: type[Own] | No
         return {
             "weights": whole_weights(trainer), "losses": [e["loss"] for e in trainer.state.log_history if "loss" in e],
             "additive": weighting.additive, "calls": calls, "distances": distances, "evaluated": evaluated,
-            "said": lines,
+            "said": lines
         }  # fmt: skip
     finally:
         logger.removeHandler(handler)

@@ -75,7 +75,7 @@ def test_a_model_with_nested_inputs_is_trained(tmp_path: Path) -> None:
     rows = [{"x": torch.randn(4, generator=generator)} for _ in range(4)]
     args = TrainingArguments(
         str(tmp_path), max_steps=1, per_device_train_batch_size=4, logging_steps=1, remove_unused_columns=False,
-        save_strategy="no", use_cpu=True,
+        save_strategy="no", use_cpu=True
     )  # fmt: skip
     trainer = Trainer(Pairs(), args, data_collator=collate, train_dataset=rows)
     trainer.train()

@@ -69,11 +69,7 @@ def count_tokens(output_dir: str, run: dict[str, Any]) -> dict[str, Any]:
     data: Any = token_rows(mask)
     trainer = Trainer(tiny_llama(), args, train_dataset=data, data_collator=padded, processing_class=tokenizer)
     output = trainer.train()
-    return {
-        "logs": trainer.state.log_history,
-        "metrics": output.metrics,
-        "seen": trainer.state.num_input_tokens_seen,
-    }
+    return {"logs": trainer.state.log_history, "metrics": output.metrics, "seen": trainer.state.num_input_tokens_seen}
 
 
 @pytest.mark.cases(1)

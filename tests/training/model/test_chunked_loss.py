@@ -37,12 +37,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert": FAMILIES["bert"],
     "roberta": lambda: of_family("Roberta", "RobertaForMaskedLM", max_position_embeddings=64, **_SIZES, **_NO_DROPOUT),
     "modernbert": lambda: of_family(
-        "ModernBert",
-        "ModernBertForMaskedLM",
-        cls_token_id=1,
-        sep_token_id=2,
-        attn_implementation="eager",
-        **_SIZES,
+        "ModernBert", "ModernBertForMaskedLM", cls_token_id=1, sep_token_id=2, attn_implementation="eager", **_SIZES
     ),
     "t5, tied": FAMILIES["t5"],
     "bart, bias of the logits": FAMILIES["bart"],

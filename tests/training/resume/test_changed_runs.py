@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from ds_trainer import ConfigError
-from tests.support.numbered import (
-    SAMPLES,
-    Numbers,
-    NumberStream,
-    Ran,
-    ShuffledStream,
-    StatefulStream,
-    run,
-    trainer_of,
-)
+from tests.support.numbered import SAMPLES, Numbers, NumberStream, Ran, ShuffledStream, StatefulStream, run, trainer_of
 from tests.support.pool import pool
 from tests.support.resuming import StopAt
 

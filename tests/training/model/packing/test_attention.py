@@ -32,9 +32,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
             "num_key_value_heads": 2,
             "head_dim": 8,
             "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_types": ["sliding_attention", "full_attention"]
         },
-        2,
+        2
     ),
     "gpt-neox": ("GPTNeoXForCausalLM", {}, 2),
     "gpt-2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 66}, 2),
@@ -42,8 +42,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
         "Llama4ForCausalLM",
         {"num_key_value_heads": 2, "head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2,
          "intermediate_size_mlp": 48},
-        0,
-    ),
+        0
+    )
 }  # fmt: skip
 
 

@@ -249,11 +249,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "batch statistics": (Normalized, {}, r"norm \(BatchNorm1d\) normalizes with statistics of all tokens of a batch"),
     "bidirectional windows": (library("ModernBertForMaskedLM", cls_token_id=1), {}, "sliding windows"),
-    "bidirectional flex": (
-        library("BertForMaskedLM", "flex_attention"),
-        {},
-        "flex_attention' does not take",
-    ),
+    "bidirectional flex": (library("BertForMaskedLM", "flex_attention"), {}, "flex_attention' does not take"),
     "no length": (Custom, {"max_length": None}, "packing=True needs max_length"),
     "group_by_length": (tiny_llama, {"train_sampling_strategy": "group_by_length"}, "all rows have the same length"),
     "cache": (tiny_llama, {"use_cache": True}, "with a key-value cache"),

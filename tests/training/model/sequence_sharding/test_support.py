@@ -92,14 +92,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "chunked_attention",
     ),
     "recurrent layers": (lambda: built("MambaForCausalLM", state_size=4), "attention interface"),
-    "linear attention": (
-        lambda: built("MiniMaxForCausalLM", head_dim=8, num_local_experts=2),
-        "linear_attention",
-    ),
-    "convolution": (
-        lambda: built("Lfm2ForCausalLM", layer_types=["conv", "full_attention"]),
-        "conv",
-    ),
+    "linear attention": (lambda: built("MiniMaxForCausalLM", head_dim=8, num_local_experts=2), "linear_attention"),
+    "convolution": (lambda: built("Lfm2ForCausalLM", layer_types=["conv", "full_attention"]), "conv"),
     "position bias": (lambda: built("DebertaV2ForMaskedLM", relative_attention=True), "attention interface"),
     "alibi": (lambda: built("BloomForCausalLM", n_head=4, n_layer=1), "attention interface"),
     "counted positions": (
