@@ -21,6 +21,7 @@ SIZES = {
     "tensor-parallel-size": ("tp", "tensor-parallel ranks"),
     "context-parallel-size": ("cp", "context-parallel ranks"),
     "sequence-parallel-size": ("sp", "sequence-parallel ranks"),
+    "expert-parallel-size": ("ep", "ranks that divide the experts"),
 }
 """Options that fix a value of a candidate: its name, and help."""
 
@@ -63,7 +64,7 @@ def given_options(options: argparse.Namespace) -> list[str]:
 def refuse_contradictions(options: argparse.Namespace, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
     """Raise ConfigError if options exclude each other."""
     if options.solve != "devices":
-        ParallelLayout(cluster.world_size, fixed.get("tp", 1), fixed.get("cp", 1), fixed.get("sp", 1))
+        ParallelLayout(cluster.world_size, *(fixed.get(axis, 1) for axis in ("tp", "cp", "sp", "ep")))
         if fixed.get("tp", 1) > cluster.devices_per_node:
             raise ConfigError(
                 f"--tensor-parallel-size {fixed['tp']} is more than the {counted(cluster.devices_per_node, 'device')} "
@@ -170,7 +171,6 @@ _NOT_COVERED = (
         "ZenFlow: the optimizer step overlaps with the next ones, and selected gradients stay on the device",
     ),
     (("super_offload",), "SuperOffload, which splits the optimizer between device and host"),
-    (("expert_parallel_size",), "expert parallelism: experts are counted as without it, and no exchange of tokens"),
     (("compile",), "DeepSpeed's compiler, which decides what is kept"),
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.arguments.compat.renamed_arguments import OLDER_NAMES, name_as_given
+from ds_trainer.arguments.parallelism_config import PARALLEL_SIZES
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.cli.plan_request import PlanRequest
 from ds_trainer.config.compiled import CompiledConfig
@@ -29,7 +30,7 @@ _SCRIPT = "train.py"
 _HOSTFILE = "hosts"
 # What a plan leaves at its default, which a recipe may have set.
 _DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"), 1),
+    **dict.fromkeys((*PARALLEL_SIZES, "expert_parallel_size"), 1),
     **dict.fromkeys(("offload_optimizer", "offload_param"), "none"),
     **dict.fromkeys(("bf16", "fp16"), False),
     **dict.fromkeys(("nvme_path", "activation_checkpointing_kwargs"), None),

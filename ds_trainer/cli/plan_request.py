@@ -15,6 +15,7 @@ from ds_trainer.cli.plan_fixed import fixed_values, not_covered, refuse_contradi
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration, read_probe, record_probe
+from ds_trainer.planner.candidate import IMBALANCE
 from ds_trainer.planner.cluster import Cluster, read_devices
 from ds_trainer.planner.planned_model import PlannedModel, bitsandbytes_bytes
 from ds_trainer.planner.search import Goal, unsharded_stage
@@ -27,8 +28,8 @@ DEVICE, DEVICES_PER_NODE = "H100-80GB", 8
 """Without options."""
 
 NO_EXPERTS_MEASURED = (
-    "No mixture of experts has been measured yet, and experts are taken to be equally busy: expect less speed than "
-    "estimated, and more memory."
+    "No mixture of experts has been measured yet. Experts are taken to be equally busy; where ranks divide them, one "
+    f"is taken to get {IMBALANCE:g} times the mean: expect less speed than estimated, and more memory."
 )
 
 _DEFAULT_LENGTH, _LONGEST_DEFAULT = 4096, 8192

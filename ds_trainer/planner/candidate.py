@@ -15,6 +15,9 @@ NVME_PATH = "/local_nvme"
 CHUNK_TOKENS = 1024
 """Tokens of a rank whose logits exist at a time with a chunked loss."""
 
+IMBALANCE = 1.3
+"""Tokens of the rank whose experts get most of them, relative to the mean, where experts are divided: an assumption."""
+
 FEATURES: dict[str, dict[str, Any]] = {
     "chunked_loss": {"loss_chunk_tokens": CHUNK_TOKENS},
     "tiled_mlp": {"tiled_mlp": True},
@@ -45,6 +48,7 @@ class Candidate:
         tp: tensor-parallel size.
         cp: context-parallel size.
         sp: sequence-parallel size.
+        ep: ranks, of those that see different tokens, that divide the experts.
         offload_optimizer: optimizer states are in host memory.
         offload_param: ZeRO-3 shards are in host memory.
         optimizer_on_nvme: offloaded optimizer states are on a disk, with buffers in host memory.
@@ -72,6 +76,7 @@ class Candidate:
     tp: int = 1
     cp: int = 1
     sp: int = 1
+    ep: int = 1
     offload_optimizer: bool = False
     offload_param: bool = False
     optimizer_on_nvme: bool = False
@@ -157,7 +162,7 @@ class Candidate:
             found["per_device_eval_batch_size"] = self.eval_micro_batch
         if self.precision != "fp32":
             found[self.precision] = True
-        for name, size in (("tensor", self.tp), ("context", self.cp), ("sequence", self.sp)):
+        for name, size in (("tensor", self.tp), ("context", self.cp), ("sequence", self.sp), ("expert", self.ep)):
             if size > 1:
                 found[f"{name}_parallel_size"] = size
         if self.checkpointing and self.every_n_layers > 1:
@@ -177,7 +182,8 @@ class Candidate:
 
     def describe(self) -> str:
         """In one line."""
-        sizes = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("sp", self.sp)) if size > 1]
+        axes = ("tp", "cp", "sp", "ep")
+        sizes = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         parts = [
             f"ZeRO {self.stage}",
             *([f"hpZ {self.hpz}"] if self.hpz > 1 else []),

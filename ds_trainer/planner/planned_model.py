@@ -193,6 +193,18 @@ class PlannedModel:
     def _flops(self) -> dict[int, tuple[float, float]]:
         return {}
 
+    @cached_property
+    def stacked_experts(self) -> int:
+        """Experts of a layer, if its weights have them stacked, so that ranks can divide them; otherwise 1."""
+        counts = {group.shape[0] for group in self.parameters if group.is_stacked_experts}
+        return math.gcd(*counts) if counts else 1
+
+    @cached_property
+    def expert_elements(self) -> tuple[int, int]:
+        """Elements of stacked experts, and those that are trained."""
+        groups, trained = [g for g in self.parameters if g.is_stacked_experts], set(self.trained_parameters)
+        return total(groups), total(group for group in groups if group in trained)
+
     def with_layers(self, layers: int) -> PlannedModel:
         """The same model with another number of layers in the stack before its head."""
         last, stack = len(self.transformer.stacks) - 1, self.stack

@@ -19,12 +19,13 @@ _DOUBLINGS = 6  # of the number of devices
 _OF_A_MACHINE = 8  # up to here, more devices are more of a machine
 
 _SEARCHED = (
-    *("world_size", "stage", "micro_batch", "accumulation", "tp", "cp", "sp"),
+    *("world_size", "stage", "micro_batch", "accumulation", "tp", "cp", "sp", "ep"),
     *("offload_optimizer", "offload_param", "optimizer_on_nvme", "param_on_nvme", "checkpointing"),
 )
 _SMALLER = ("micro_batch", "eval_micro_batch", "hpz")  # what saves memory if it is reduced
 _DEFAULTS: dict[str, Any] = {
     **{"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel_size": 1},
+    "expert_parallel_size": 1,
     **{"nvme_path": None, "activation_checkpointing_kwargs": None},
     "deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 1}},
 }
@@ -105,7 +106,11 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
     tiers = ALL if cluster.nvme is not None or plan.host_share > 1 or run.uses_nvme else HOST
     goal = Goal(run.length, run.global_batch, run.precision, fixed=(("hpz", 1),))  # more of it takes more memory
     for found in candidates(plan.model, cluster, goal, [], tiers):
-        possible = [size for size in {1, run.hpz} if size == 1 or (found.stage == 3 and found.shards % size == 0)]
+        possible = [
+            size
+            for size in {1, run.hpz}
+            if size == 1 or (found.stage == 3 and found.ep == 1 and found.shards % size == 0)
+        ]
         for batch, hpz in product(evaluation, possible):
             searched = {name: getattr(found, name) for name in _SEARCHED}
             one = replace(run, **searched, eval_micro_batch=batch, hpz=hpz)
@@ -119,7 +124,7 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
 def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
     """Names of what differs; None if something is reversed that saves the memory that is missing."""
     before, found = plan.candidate, set()
-    for name in ("checkpointing", "stage", "offload", *_SMALLER, "tp", "cp", "sp", *FEATURES):
+    for name in ("checkpointing", "stage", "offload", *_SMALLER, "tp", "cp", "sp", "ep", *FEATURES):
         old, new = _value(before, name), _value(after, name)
         if old == new:
             continue

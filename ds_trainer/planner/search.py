@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -212,7 +213,7 @@ def in_one_pass(plan: Plan, estimator: MemoryEstimator) -> Plan:
 
 def _without_micro_batch(run: Candidate) -> tuple[object, ...]:
     """What decides about the memory besides the micro-batch: more sequences need more if all of this is equal."""
-    sizes = (run.tp, run.cp, run.sp, run.stage, run.hpz, run.checkpointing, run.every_n_layers)
+    sizes = (run.tp, run.cp, run.sp, run.ep, run.stage, run.hpz, run.checkpointing, run.every_n_layers)
     offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
     return (*sizes, *offload, run.accumulation == 1, run.gradient_bytes)
 
@@ -261,8 +262,10 @@ def candidates(
                         "eval_micro_batch": goal.eval_micro_batch,
                         **as_given,
                     }
-                    if all(values.get(name, wanted) == wanted for name, wanted in fixed.items()):
-                        yield Candidate(cluster.world_size, goal.length, **values)  # type: ignore[arg-type]
+                    for ep in _expert_sizes(model, cluster, layout, values, fixed.get("ep")):
+                        values["ep"] = ep
+                        if all(values.get(name, wanted) == wanted for name, wanted in fixed.items()):
+                            yield Candidate(cluster.world_size, goal.length, **values)  # type: ignore[arg-type]
 
 
 def _sizes(cluster: Cluster, fixed: dict[str, object]) -> Iterator[tuple[int, int, int]]:
@@ -277,6 +280,20 @@ def _sizes(cluster: Cluster, fixed: dict[str, object]) -> Iterator[tuple[int, in
             for cp in divisors:
                 if world % (tp * sp * cp) == 0 and fixed.get("cp", cp) == cp:
                     yield tp, cp, sp
+
+
+def _expert_sizes(
+    model: PlannedModel, cluster: Cluster, layout: ParallelLayout, values: Mapping[str, Any], given: Any
+) -> list[int]:
+    """Numbers of ranks that divide the experts: none, and most of a machine, where the exchange is fast.
+
+    What rules refuse is not tried: offload, hpZ, and 16 bits without ZeRO.
+    """
+    refused = values["hpz"] > 1 or any(values.get(name) for name in _NO_OFFLOAD)
+    refused |= values["stage"] == 0 and values["precision"] != "fp32"
+    most = cluster.devices_per_node // layout.tp if given is None else int(given)
+    common = 1 if refused else math.gcd(model.stacked_experts, layout.seq_data_parallel_size)
+    return sorted({1, max(size for size in range(1, max(1, most) + 1) if common % size == 0)})
 
 
 def _second_partitions(cluster: Cluster, tp: int, stage: int, is_on_host: bool, given: Any) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ds_trainer.planner.bucket_sizes import Network, prefetch_bucket, reduce_bucket
-from ds_trainer.planner.candidate import Candidate
+from ds_trainer.planner.candidate import IMBALANCE, Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.flops import forward_flops
 from ds_trainer.planner.layer_sizes import layer_sizes
@@ -38,6 +38,7 @@ recomputed before."""
 
 _LAUNCH_SECONDS = 4e-4  # the host starts the kernels of a layer's forward pass in eager mode
 _LAUNCH_OTHERS = 3e-3  # ... and of everything else in a micro-batch
+_EXCHANGE_SECONDS = 3e-4  # ... and routes, sends and receives the tokens of a layer's forward pass: an assumption
 _ZERO_3_SECONDS = 2.6e-4  # ... and gathers and reduces a parameter with ZeRO 3 (docs/explanation/scale.md, Host time)
 _HOST_SECONDS = (2e-3, 5e-3, 1e-2)  # of a step, in which the device waits: gradient norm, optimizer, data, callbacks
 
@@ -101,7 +102,13 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
         "attention": share * attention * (3 + again) / (peak * reached["attention"]),
         "element-wise": _element_wise(model, run) / (cluster.board.bandwidth * 1e9 * reached["memory"]),
     }
+    if run.ep > 1:  # the rank whose experts get most tokens; the others wait for it
+        routed = 2.0 * run.tokens * model.stack.routed_weights / run.tp
+        compute["uneven experts"] = (
+            (IMBALANCE - 1) * routed * (2 + trained + again) / (peak * reached["matrix products"])
+        )
     host = model.stack.layers * (3 + again) * _LAUNCH_SECONDS + _LAUNCH_OTHERS
+    host += model.stack.expert_layers * (3 + again) * _EXCHANGE_SECONDS * (run.ep > 1)
     if run.stage == 3:  # no more with more ranks
         host += _ZERO_3_SECONDS * model.tensors
     compute["host work in micro-batches"] = max(0.0, host - sum(compute.values()))
@@ -111,6 +118,7 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     busy = sum(compute.values())
     found = {name: seconds * run.accumulation for name, seconds in compute.items()}
     found["tensor and sequence parallelism"] = inside * run.accumulation
+    found["exchange of tokens"] = exchange_seconds(model, run, cluster) / reached["links"] * run.accumulation
     if run.stage == 3:  # what overlaps cannot hide more than the computation lasts
         found["ZeRO communication"] = _exposed(weights + gradients, busy, reached["overlap"]) * run.accumulation
     else:  # DeepSpeed's default of overlap_comm is false there
@@ -202,6 +210,30 @@ def _inside_layers(model: PlannedModel, run: Candidate, cluster: Cluster) -> flo
     return seconds
 
 
+def exchange_seconds(model: PlannedModel, run: Candidate, cluster: Cluster) -> float:
+    """Seconds in which tokens travel to their experts and back in a micro-batch, for the rank that gets most.
+
+    Two all-to-alls in a forward, a recomputed and a backward pass of a layer, and one of counts. What stays in a
+    machine takes its links; the rest the network of the device.
+    """
+    if run.ep == 1:
+        return 0.0
+    stack = model.stack
+    passes = 2 + run.checkpointed_layers(stack.layers) / stack.layers
+    near = min(run.ep, max(1, cluster.devices_per_node // run.tp))
+    size = IMBALANCE * exchanged_bytes(model, run) * run.ep / (run.ep - 1)  # with what stays on the rank
+    links = size * (near - 1) / run.ep / (cluster.board.link * 1e9)
+    network = size * (run.ep - near) / run.ep / (cluster.board.network * 1e9) if run.ep > near else 0.0
+    hop = cluster.hop(run.ep, run.tp)
+    return stack.expert_layers * (2 * passes * (max(links, network) + hop) + hop)
+
+
+def exchanged_bytes(model: PlannedModel, run: Candidate) -> float:
+    """Bytes that a rank sends to others in one all-to-all of a layer, if routing is even."""
+    rows = run.tokens * model.stack.experts_per_token
+    return rows * model.stack.hidden_size * run.weight_bytes * (run.ep - 1) / run.ep
+
+
 def _zero(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float, float]:
     """Seconds to gather all weights (stage 3: for forward and backward pass), and to reduce all gradients."""
     width = run.weight_bytes / run.tp
@@ -211,19 +243,27 @@ def _zero(model: PlannedModel, run: Candidate, cluster: Cluster) -> tuple[float,
     reduce = reduce_bucket(hidden, run.weight_bytes, run.stage, trained, network)
     fetch = prefetch_bucket(hidden, run.weight_bytes, model.total // run.tp, network)
     assert reduce is not None and fetch is not None  # the width is known
-    messages = gathered / run.tp / fetch.elements if run.stage == 3 else 1.0  # ZeRO 1, 2 gather all weights at once
-    gather = gathers * _ring(gathered * width, cluster, run.shards, run.tp, max(1.0, messages))
+    experts, trained_experts = (size / run.ep if run.ep > 1 else 0 for size in model.expert_elements)
+    experts = experts if run.stage == 3 else trained_experts
+    others = run.ep if run.ep > 1 else 0  # parts of the experts, that are not among the weights of all ranks
+    replicas = run.shards // run.ep, run.tp * run.ep
+
+    def ring(size: float, part: float, messages: float) -> float:
+        """Seconds for ``size`` elements in all, ``part`` of them experts of the ranks with the same."""
+        rest = size - others * part
+        of_all = _ring(rest * width, cluster, run.shards, run.tp, max(1.0, messages * rest / size), run.stage == 0)
+        if not part:
+            return of_all
+        return of_all + _ring(part * width, cluster, *replicas, max(1.0, messages * part / size), run.stage == 0)
+
+    # ZeRO 1 and 2 gather all weights at once.
+    messages = gathered / run.tp / fetch.elements if run.stage == 3 else 1.0
+    gather = gathers * ring(gathered, experts, messages) if gathers else 0.0
     if run.hpz > 1:  # all ranks share what they gather first in a step; the second shards of frozen weights stay
         first = model.trainable / model.total / (2 * run.accumulation)
         inside = 2 * _ring(gathered * width, cluster, run.hpz, run.tp, max(1.0, messages))
         gather = first * gather + (1 - first) * inside
-    return (
-        gather,
-        _ring(
-            *(model.trainable * width, cluster, run.shards, run.tp, max(1.0, trained / reduce.elements)),
-            is_all_reduce=run.stage == 0,
-        ),
-    )
+    return gather, ring(model.trainable, trained_experts, trained / reduce.elements)
 
 
 def _offload_transfers(model: PlannedModel, run: Candidate, cluster: Cluster) -> float:

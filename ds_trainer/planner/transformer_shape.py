@@ -69,6 +69,13 @@ class Stack:
             return self.projection_weights
         return self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
+    @property
+    def routed_weights(self) -> int:
+        """Weights of the experts of all layers that process a token, without shared ones."""
+        return (
+            self.expert_layers * self.experts_per_token * self.mlp_matrices * self.hidden_size * self.intermediate_size
+        )
+
     def mlp_weights(self, experts: int) -> int:
         """Weights of the MLPs of all layers, counting ``experts`` experts per expert layer."""
         one = self.mlp_matrices * self.hidden_size

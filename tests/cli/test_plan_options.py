@@ -112,7 +112,6 @@ def test_the_optimizer_has_its_states(model: str, tmp_path: Path, capsys: pytest
         ({"zenflow": {"topk_ratio": 0.1}}, "ZenFlow"),
         ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "SuperOffload"),
         ({"zero_quantized_weights": False, "zero_hpz_partition_size": 8}, None),
-        ({}, "expert parallelism"),
     ],
 )
 def test_what_is_not_covered_is_said(
@@ -124,7 +123,6 @@ def test_what_is_not_covered_is_said(
         "arguments": {
             "output_dir": "runs/x",
             "bf16": True,
-            "expert_parallel_size": 1 if zero else 2,
             "deepspeed": {"zero_optimization": {"stage": 3, **zero}},
         },
     }

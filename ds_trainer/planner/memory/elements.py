@@ -20,6 +20,7 @@ class Elements:
         total: all parameters, with adapters, without quantized ones.
         quantized: bytes of quantized parameters.
         trainable: parameters that are trained.
+        whole_total, whole_trainable: ``total`` and ``trainable`` with the experts of all ranks that divide them.
         persistent: parameters that ZeRO-3 does not shard, because they are small.
         layer: a layer.
         outside: parameters outside of layers.
@@ -38,6 +39,8 @@ class Elements:
     total: int
     quantized: float
     trainable: int
+    whole_total: int
+    whole_trainable: int
     persistent: int
     layer: int
     outside: int
@@ -52,15 +55,30 @@ class Elements:
     bucket: int
     prefetch: int
 
+    def trained_of(self, shards: int) -> float:
+        """Trained elements of a rank, if ZeRO divides them among ``shards`` ranks; experts among those with the same.
 
-def elements_of(model: PlannedModel, tp: int) -> Elements:
-    """Elements of the tensor-parallel rank that has most."""
+        Each has one in so many of a part of the experts, so as many as of all experts among all ranks.
+        """
+        return self.trainable if shards == 1 else self.whole_trainable / shards
+
+    def held_of(self, shards: int) -> float:
+        """The same of all elements."""
+        return self.total if shards == 1 else self.whole_total / shards
+
+
+def elements_of(model: PlannedModel, tp: int, ep: int = 1) -> Elements:
+    """Elements of the rank that has most, of ``tp`` tensor-parallel ranks and ``ep`` that divide the experts."""
     groups = (*model.parameters, *model.adapters)
     trained_groups = set(model.trained_parameters)
     hidden, last = model.stack.hidden_size, len(model.transformer.stacks) - 1
     total = trainable = persistent = inside = largest = largest_in_layer = widest = widest_in_layer = 0
-    quantized = 0.0
+    quantized, others, others_trained = 0.0, 0, 0
     for group, (size, copies) in zip(groups, elements_of_rank(groups, model.stack, tp), strict=True):
+        if group.is_stacked_experts:
+            others += (size - size // ep) * copies
+            others_trained += (size - size // ep) * copies * (group in trained_groups)
+            size //= ep
         total += size * copies
         if group.element_bytes is not None:
             quantized += size * copies * group.element_bytes
@@ -84,6 +102,8 @@ def elements_of(model: PlannedModel, tp: int) -> Elements:
         total=total,
         quantized=quantized,
         trainable=trainable,
+        whole_total=total + others,
+        whole_trainable=trainable + others_trained,
         persistent=persistent,
         layer=layer,
         outside=max(0, total - inside),

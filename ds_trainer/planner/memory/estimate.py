@@ -119,7 +119,7 @@ class MemoryEstimator:
         probe = model.probe
         slack = {} if probe is None else {"context": probe.context, "fragmentation": probe.fragmentation}
         self._slack = {name: value for name, value in slack.items() if value is not None}
-        self._elements: dict[int, Elements] = {}
+        self._elements: dict[tuple[int, int], Elements] = {}
         self._shared: dict[tuple[object, ...], SharedItems] = {}
         self._batches: dict[tuple[object, ...], MicroBatch] = {}
 
@@ -129,7 +129,7 @@ class MemoryEstimator:
         Args:
             run: how the model is trained.
         """
-        groups = 1 + (run.tp > 1) + (run.cp > 1) + (run.sp > 1) if run.world_size > 1 else 0
+        groups = 1 + (run.tp > 1) + (run.cp > 1) + (run.sp > 1) + 2 * (run.ep > 1) if run.world_size > 1 else 0
         checkpoint = run.state_bytes * self.model.trainable + self.model.weight_bytes(run.weight_bytes)
         if run.weight_bytes == 2:
             checkpoint += 4.0 * self.model.trainable  # the masters; float32 weights are their own
@@ -139,25 +139,25 @@ class MemoryEstimator:
         numbers = (run.precision, run.gradient_bytes, run.state_bytes, run.accumulation == 1, run.one_pass)
         offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
         features = (*offload, run.checkpointing, run.every_n_layers)
-        key = (run.world_size, run.tp, run.cp * run.sp > 1, run.stage, run.hpz, numbers, features)
+        key = (run.world_size, run.tp, run.ep, run.cp * run.sp > 1, run.stage, run.hpz, numbers, features)
         found = self._shared.get(key)
         if found is None:
-            elements = self._elements.get(run.tp)
+            elements = self._elements.get((run.tp, run.ep))
             if elements is None:
-                elements = self._elements[run.tp] = elements_of(self.model, run.tp)
+                elements = self._elements[run.tp, run.ep] = elements_of(self.model, run.tp, run.ep)
             elements = with_buckets(elements, self.model.stack.hidden_size, run, self._cluster)
             states, host = model_states(elements, run)
             host["process"] = _HOST_BASE
             if not run.optimizer_on_nvme:  # those are written sub-group by sub-group, while the run waits
                 file = run.weight_bytes * elements.trainable if self.model.adapters else 0  # of adapters
                 ranks = run.shards if run.stage == 3 else 1
-                host["snapshot of a save"] = 12 * elements.trainable / run.shards + file / ranks
+                host["snapshot of a save"] = 12 * elements.whole_trainable / run.shards + file / ranks
             found = shared_items(states, host, elements, run, self.model.stack.layers)
             found = self._shared[key] = replace(found, nvme=nvme_states(elements, run))
         return found
 
     def _micro_batch(self, run: Candidate) -> MicroBatch:
-        sizes = (run.length, run.micro_batch, run.eval_micro_batch, run.tp, run.cp, run.sp)
+        sizes = (run.length, run.micro_batch, run.eval_micro_batch, run.tp, run.cp, run.sp, run.ep)
         features = (run.checkpointing, run.every_n_layers, run.chunked_loss, run.tiled_mlp, run.offload_activations)
         key = (*sizes, *features, run.attention, run.precision)
         found = self._batches.get(key)

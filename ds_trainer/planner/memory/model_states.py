@@ -46,13 +46,13 @@ def model_states(elements: Elements, run: Candidate) -> tuple[dict[str, float], 
         run: stage, offload, precision and ranks.
     """
     width, shards = run.weight_bytes, run.zero_shards
-    trained = elements.trainable / shards
+    trained = elements.trained_of(shards)
     device: dict[str, float] = {}
     host: dict[str, float] = {}
     states = host if run.offload_optimizer else device
     if run.stage == 3:
         weights = host if run.offload_param else device
-        weights["weights"] = width * elements.total / shards
+        weights["weights"] = width * elements.held_of(shards)
         if run.param_on_nvme:
             weights["weights"] = width * min(PARAMS_IN_HOST, trained)
             host["weight buffers"] = width * PARAM_BUFFERS * param_buffer(elements.largest_matrix, shards)

@@ -209,7 +209,7 @@ def _accumulated(elements: Elements, run: Candidate) -> dict[str, float]:
     """Gradients of earlier micro-batches on the device, where model states do not contain them."""
     if run.accumulation == 1 or run.stage == 3 or (run.stage == 2 and run.offload_optimizer):
         return {}
-    found = {"gradients of earlier micro-batches": run.gradient_bytes * elements.trainable / run.gradient_shards}
+    found = {"gradients of earlier micro-batches": run.gradient_bytes * elements.trained_of(run.gradient_shards)}
     if run.stage == 1:
         found["waiting reduction bucket"] = run.weight_bytes * elements.bucket
     return found
@@ -330,7 +330,7 @@ def _reduction_of_sharded(elements: Elements, run: Candidate, size: int) -> dict
 
 def owned_elements(elements: Elements, run: Candidate) -> float:
     """Elements of the parameters of which a rank updates a part, on the rank that has most."""
-    share = elements.trainable / run.shards
+    share = elements.trained_of(run.shards)
     if run.shards == 1:
         return share
     return min(elements.trainable, max(share, elements.largest) + elements.largest_in_layer)
@@ -354,7 +354,7 @@ def _reduction(elements: Elements, run: Candidate, size: int) -> dict[str, float
     Larger ones than the bucket are copied if several ranks update parts of them. With offloaded states, the norm is
     computed then, in float64.
     """
-    share = elements.trainable / run.shards
+    share = elements.trained_of(run.shards)
     copy = _copy(elements, run, size)
     if size > elements.bucket:
         copy = run.weight_bytes * min(size, elements.bucket + share) if size > share else 0.0
@@ -372,7 +372,7 @@ def _norm(elements: Elements, run: Candidate) -> dict[str, float]:
     return {
         **_kept_by_stage_1(elements, run),
         "gradients": run.gradient_bytes * owned,
-        "float64 gradient": 8 * min(elements.largest, elements.trainable / run.shards),
+        "float64 gradient": 8 * min(elements.largest, elements.trained_of(run.shards)),
     }
 
 
@@ -384,7 +384,7 @@ def _kept_by_stage_1(elements: Elements, run: Candidate) -> dict[str, float]:
 
 def _update(elements: Elements, run: Candidate) -> dict[str, float]:
     """Gradients in the optimizer step, in the dtype of the model, and converted."""
-    width, trained = run.weight_bytes, elements.trainable / run.zero_shards
+    width, trained = run.weight_bytes, elements.trained_of(run.zero_shards)
     converted = 4 * trained if width == 2 else 0.0
     if run.stage == 0:
         return {"gradients": run.gradient_bytes * trained, "float32 gradients": converted}

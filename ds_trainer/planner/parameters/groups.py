@@ -45,6 +45,11 @@ class ParameterGroup:
         return math.prod(self.shape)
 
     @property
+    def is_stacked_experts(self) -> bool:
+        """Whether each holds the weights of all experts of a layer: what ``expert_parallel_size`` divides."""
+        return self.kind == "experts" and len(self.shape) == 3
+
+    @property
     def total(self) -> int:
         """Elements of all of them."""
         return self.copies * self.numel

@@ -43,6 +43,7 @@ _FIELDS = {
     "tp": "tensor_parallel_size",
     "cp": "context_parallel_size",
     "sp": "sequence_parallel_size",
+    "ep": "expert_parallel_size",
     "checkpointing": "activation_checkpointing",
     "optimizer_on_nvme": "offload_optimizer",
     "param_on_nvme": "offload_param",
@@ -127,7 +128,10 @@ def _first_that_runs(
 
 def _changed(given: TrainingArguments, candidate: Candidate, fixed: Collection[str]) -> TrainingArguments:
     """A copy of ``given`` with the values of ``candidate``, except the fields that are fixed."""
-    values = {**dict.fromkeys(("offload_optimizer", "offload_param"), "none"), **dict.fromkeys(PARALLEL_SIZES, 1)}
+    values = {
+        **dict.fromkeys(("offload_optimizer", "offload_param"), "none"),
+        **dict.fromkeys((*PARALLEL_SIZES, "expert_parallel_size"), 1),
+    }
     values.update(
         {name: value for name, value in candidate.arguments().items() if name in (*_FIELDS.values(), *_BATCH)}
     )

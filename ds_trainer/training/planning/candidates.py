@@ -53,6 +53,7 @@ def candidate_of_arguments(
         tp=layout.tp,
         cp=layout.cp,
         sp=layout.sp,
+        ep=layout.ep,
         offload_optimizer=config.offload("optimizer") is not None,
         offload_param=config.offload("param") is not None,
         optimizer_on_nvme=config.offload("optimizer") == "nvme",
