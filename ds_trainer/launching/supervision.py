@@ -104,6 +104,7 @@ class Supervisor:
         self._handled_end = 0
         self._stop_requested = False
         self._deadline: float | None = None
+        self._told = False  # that a rank has ended long before the others
         self._known: dict[int, RankOutcome] = {}  # so that a poll does not open the files of all ranks
 
     def run(self) -> JobEnd:
@@ -154,6 +155,10 @@ class Supervisor:
             failed = [outcome for outcome in self._outcomes().values() if outcome.code != DONE]
             if failed:
                 self._deadline = time.monotonic() + FAILURE_SECONDS
+            early = min(self._known.values(), key=lambda one: one.time, default=None)
+            if early and time.time() - early.time > FAILURE_SECONDS and not self._told:
+                self._told = True  # it may have left before the others met; they wait for it then
+                print_message(f"{early}, and other ranks are still running.")
         elif time.monotonic() > self._deadline:
             print_message(
                 f"a rank failed {FAILURE_SECONDS:.0f} s ago and others are still running; ending the launcher."

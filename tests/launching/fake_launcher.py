@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ds_trainer.cli.main import main
-from ds_trainer.launching import runner
+from ds_trainer.launching import runner, supervision
 from ds_trainer.launching.commands import LaunchCommand
 from ds_trainer.launching.launch_plan import LaunchPlan
 from ds_trainer.utils.ranks import free_port
@@ -47,5 +47,6 @@ def launcher(size: int, args: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "cli":
         runner.build = build
+        supervision.FAILURE_SECONDS = float(os.environ.get("PATIENCE", "30"))
         sys.exit(main(["launch", *sys.argv[2:]]))
     sys.exit(launcher(int(sys.argv[1]), sys.argv[2:]))

@@ -42,6 +42,8 @@ if what == "forgets":
     subprocess.Popen(["sleep", "120"], start_new_session=True)
 if what == "crash once" and os.environ.get("DS_TRAINER_AUTO_RESUME") != "1" and rank == 1:
     os.abort()
+if what == "early" and rank == 0:
+    time.sleep(4)
 if rank == 1:
     if what == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -90,6 +92,13 @@ class Launch:
 @pytest.fixture
 def job(tmp_path: Path) -> Launch:
     return Launch(tmp_path)
+
+
+def test_a_rank_that_ends_long_before_the_others_is_named(tmp_path: Path) -> None:
+    """With code 0, which may be right, but the others may wait for it."""
+    code, errors = Launch(tmp_path).run("early", PATIENCE="1")
+    assert code == 0 and errors.count("rank 1 on ") == 1, errors
+    assert "ended with exit code 0, and other ranks are still running." in errors
 
 
 def test_a_successful_job_returns_0(job: Launch) -> None:

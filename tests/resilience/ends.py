@@ -65,12 +65,6 @@ def no_more_memory() -> None:
     use_all_memory()
 
 
-def fail_in_a_thread() -> None:
-    thread = threading.Thread(target=fail, args=(Breaks("in a thread"),))
-    thread.start()
-    thread.join()
-
-
 def fail_in_the_model(model: Any) -> None:
     list(model.modules())[-1].register_full_backward_hook(lambda *_: fail(Breaks("broken")))
 
@@ -167,8 +161,13 @@ ENDS: dict[str, End] = {
     "data loader killed": End(kill(9), FAULT, failed("RuntimeError: DataLoader worker"), "data", LOADED),
     "no module": End(lambda: __import__("no_such_module"), FAILED, ended_with(1), "start"),
     "killed at the start": End(kill(9), 137, killed_by("SIGKILL"), "start"),
-    "ended at the start": End(lambda: os._exit(0), FAILED, f"rank {FAILING}", "start"),
-    "error in a thread": End(fail_in_a_thread, DONE, "Breaks: in a thread", "step", {"max_steps": 4}),
+    "error in a thread": End(
+        threading.Thread(target=fail, args=(Breaks("in a thread"),)).start,
+        DONE,
+        "Breaks: in a thread",
+        "step",
+        {"max_steps": 4},
+    ),
     "error after the training": End(lambda: fail(Breaks("late")), FAILED, ended_with(1), "exit", {"max_steps": 4}),
     "os._exit at the exit": End(lambda: atexit.register(os._exit, 5), 5, ended_with(5), "exit", {"max_steps": 4}),
 }

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TOPICS = {
     *("loss", "clipping", "order", "sequence", "ring", "state", "protocol", "resume", "compiler", "rules", "votes"),
-    *("secrets", "gathering", "recent"),
+    *("secrets", "gathering", "recent", "policies"),
 }
 
 

@@ -222,8 +222,8 @@ def stores_of_threads() -> int:
     dist.barrier()  # rank 0 has a connection to the store of each rank
     before = connections(with_store=True)
     users: list[Any] = [StoreBarrier(), StatusBoard()]
-    assert all(user._store.connection is side_store() for user in users)
-    distinct = {id(user._store.connection) for user in users}
+    assert all(user._store.connection._store is side_store() for user in users)
+    distinct = {id(user._store.connection._store) for user in users}
     dist.barrier()
     assert connections(with_store=True) == before
     return len(distinct)

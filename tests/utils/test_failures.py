@@ -154,3 +154,40 @@ def test_the_cause_is_known_after_the_rank_with_the_store_has_ended(both: bool, 
         pool(2).run(fail_with_the_store, str(tmp_path), both)
     text = (tmp_path / "1").read_text()
     assert text.startswith("Breaks: rank 1 is" if both else "PeerFailure: rank 0 failed with Breaks: rank 0 is broken")
+
+
+class Unprintable(Exception):
+    """Its text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def leave(path: str, error: BaseException) -> None:
+    """Rank 1 leaves a section in which rank 0 waits for it; the code with which rank 0 would end."""
+    failures.GRACE_SECONDS = 0.5
+    failures.watch_peers()
+
+    @failures.fails_together
+    def section() -> None:
+        if distributed.rank() == 1:
+            raise error
+        distributed.agree(torch.zeros(1))
+
+    try:
+        section()
+    except PeerFailure as found:
+        Path(path).write_text(f"{found.exit_code} {found}")
+    except BaseException:
+        deadline = time.monotonic() + 30.0  # the pool ends all ranks with the first one
+        while not Path(path).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(512), Unprintable()], ids=repr)
+def test_a_rank_that_leaves_is_a_failure_of_the_others(error: BaseException, tmp_path: Path) -> None:
+    """Also with code 0: the training is not done."""
+    with pytest.raises(RankFailure):
+        pool(2).run(leave, str(tmp_path / "found"), error)
+    assert (tmp_path / "found").read_text().startswith(f"1 rank 1 failed with {type(error).__name__}: ")

@@ -8,6 +8,7 @@ import random
 import signal
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,38 @@ def test_a_run_killed_during_a_push(
         if strategy == "checkpoint":
             assert json.loads(hub.files(NAME)["last-checkpoint/manifest.json"])["step"] == 4
         assert not (tmp_path / "run" / uploads.FOLDER).exists()
+
+
+def pushing_file_by_file(url: str, folder: str) -> None:
+    """As :func:`pushing`, with a commit for each file."""
+    from huggingface_hub import HfApi
+
+    whole = HfApi.create_commit
+
+    def split(self: HfApi, repo_id: str, operations: list[Any], **more: Any) -> Any:
+        infos = [whole(self, repo_id, operations=[one], **more) for one in operations]
+        return infos[0]
+
+    HfApi.create_commit = split  # type: ignore[method-assign, assignment]
+    pushing(url, folder, "all_checkpoints")
+
+
+@pytest.mark.extended
+def test_control_a_push_that_is_not_atomic_is_noticed(tmp_path: Path) -> None:
+    """Killed once the first file of a checkpoint is on the Hub."""
+    workers = pool(1)
+    process = workers._workers[0].pid
+    assert process is not None
+
+    def cut(request: str) -> bool:
+        if NAME not in hub.repositories or not any("checkpoint-2/" in path for path in hub.files(NAME)):
+            return False
+        os.kill(process, signal.SIGKILL)
+        return True
+
+    with HubServer() as hub:
+        hub.cut = cut
+        with pytest.raises(RankFailure):
+            workers.run(pushing_file_by_file, hub.url, str(tmp_path), timeout=90)
+        with pytest.raises((AssertionError, KeyError)):
+            check_whole(hub)
