@@ -83,6 +83,10 @@ class SequenceSharder:
         if problems:
             raise ConfigError(problems)
 
+    def accepted(self, name: str) -> bool:
+        """Whether the model's ``forward`` takes an argument of this name."""
+        return self._accepts_any or not self._accepts or name in self._accepts
+
     # -- sharding -------------------------------------------------------------------------------------------------
 
     def shard(

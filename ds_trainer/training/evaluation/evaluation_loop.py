@@ -42,6 +42,7 @@ from ds_trainer.training.evaluation.shared_streams import in_order_of_stream, sh
 from ds_trainer.training.loop.batches import checked_batch, checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
+from ds_trainer.training.loop.loss_computation import LossMethod
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
 from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.training.loop.packed_data import summary_of
@@ -149,7 +150,10 @@ class EvalLoop:
             with trainer.accelerator.batch(inputs.local):
                 loss = self.assembly.evaluator.loss_of_shard(model, inputs)
             self._samples += 0 if dummy else inputs.facts.size
-            self._add_loss(loss, inputs.facts.items, dummy)
+            losses, items = self.assembly.losses, inputs.facts.items
+            if self._count is not losses.rule.count:
+                items = losses.weight_of_all_shards(self._count(inputs.local))
+            self._add_loss(loss, items, dummy)
             return None
         dummy = isinstance(inputs, Dummy)
         items = self._count(inputs)
@@ -191,13 +195,22 @@ class EvalLoop:
         known, alike = rule.weighting, rule.weighting.for_evaluation and not own
         if rule.evaluation is not None:
             return rule.evaluation
-        if (alike and (known.settled or rule.verified)) or losses.sharder is not None or losses.packed:
+        shards = None if losses.sharder is None else losses
+        unknown = losses.packed if shards is None else own or rule.normalized
+        if (alike and (known.settled or rule.verified)) or unknown:
             return known
-        has_loss = isinstance(inputs, Mapping) and self.assembly.evaluator.has_loss(inputs)
+        if isinstance(inputs, ShardedBatch):
+            has_loss = inputs.facts.has_loss
+        else:
+            has_loss = isinstance(inputs, Mapping) and self.assembly.evaluator.has_loss(inputs)
         if not distributed.agree(torch.tensor([int(has_loss)]))[0]:
             return known
 
         def loss_of(part: Any) -> torch.Tensor | None:
+            if shards is not None:
+                method, one = LossMethod.of(trainer.compute_loss), torch.ones((), device=self.assembly.device)
+                with losses.sharded(part) as local:
+                    return torch.as_tensor(losses.of(method, model, trainer._prepare_inputs(local), one))
             with trainer.accelerator.batch(part):
                 loss = trainer.prediction_step(model, part, True)[0]
             return None if loss is None else torch.as_tensor(loss)
@@ -205,8 +218,17 @@ class EvalLoop:
         more = partial(two_samples, self.loader, rule.count)
         replica = self.assembly.layout.coordinates(distributed.rank()).dp
         found = measured_weighting(
-            loss_of=loss_of, model=model, batch=inputs, items=rule.count, owner=trainer, replica=replica, more=more
+            loss_of=loss_of,
+            model=model,
+            batch=inputs if shards is None else losses.beginning(inputs),
+            items=rule.count,
+            owner=trainer,
+            replica=replica,
+            more=more,
+            shards=shards,
         )
+        if shards is not None:
+            rule.use(found)
         losses.sources.take()  # of no batch
         if found.settled:
             rule.evaluation = found

@@ -183,12 +183,12 @@ class Evaluator:
         self, model: nn.Module, own: dict[str, Any], items: torch.Tensor, has_loss: bool, wanted: bool
     ) -> tuple[torch.Tensor | None, Any]:
         """Mean loss of a whole batch with ``items``, and the outputs for this rank's part, ``own``, if ``wanted``."""
-        sharding, own_items = active_sharding(), items
+        sharding = active_sharding()
         if sharding is not None:
             own = self._trainer._prepare_inputs(own)
-            own_items = self._losses.rule.count(own)
             if has_loss:
                 self._verify_loss_rule(model, own, items)
+            own_items = self._losses.rule.weight(own)
         loss: torch.Tensor | None
         if has_loss:
             loss, outputs = self._loss_and_outputs(model, own, items, wanted)
@@ -239,8 +239,9 @@ class Evaluator:
 
         Collective over the ranks that share the sequences.
         """
-        count = count_for(self._assembly.device, own)
-        share = self._losses.rule.contribution(loss, count, ItemCount(items)).to(torch.float32)
+        losses, count = self._losses, count_for(self._assembly.device, own)
+        total = items if losses.rule.normalized else losses.weight_of_all_shards(own).clamp(min=1)
+        share = losses.rule.contribution(loss, count, ItemCount(total)).to(torch.float32)
         distributed.all_reduce_sum(share, group=self._assembly.groups.sequence)
         return share
 

@@ -78,8 +78,8 @@ class FirstLoss:
         """Measure what the losses of micro-batches are the mean of, and count the step by that. Collective."""
         losses, rule = self._losses, self._losses.rule
         rule.verified = True
-        if not (rule.weighting.settled or losses.sharder is not None):
-            rule.use(self._measured(model, inputs))  # shards are text, whose items are tokens
+        if not rule.weighting.settled:
+            rule.use(self._measured(model, inputs))
             if not rule.weighting.settled:
                 losses.look_again()
         if rule.weighting.count is not rule.count:
@@ -89,17 +89,21 @@ class FirstLoss:
         from ds_trainer.training.loop.batch_splitting import joined
 
         losses, rule = self._losses, self._losses.rule
+        shards = None if losses.sharder is None else losses
+        batch, prepare = (inputs, copy.copy) if shards is None else (losses.beginning(losses.batches[0]), self._prepare)
 
         def loss_of(part: Any) -> torch.Tensor:
             losses.sources.ids = None
-            with losses.sharded(part):  # the samples of packed rows
-                return torch.as_tensor(losses.of(self._method, model, copy.copy(part), self._count.detach()))
+            with losses.sharded(part) as own:  # the samples of packed rows
+                return torch.as_tensor(losses.of(self._method, model, prepare(own), self._count.detach()))
 
         def more() -> Any:
-            batch = two_samples(losses.loader, rule.count)
-            if batch is None and number_of_samples(inputs) == 1:
-                batch = joined(*losses.two_batches)
-            return None if batch is None else self._prepare(batch)
+            found = two_samples(losses.loader, rule.count)
+            if found is None and number_of_samples(batch) == 1 and shards is None:
+                found = joined(losses.batches[0], losses.batches[-1]) if len(losses.batches) > 1 else None
+            if found is None or shards is not None:
+                return None if found is None else losses.beginning(found)
+            return self._prepare(found)
 
         plain = self._prepare.__module__.startswith(__name__.partition(".")[0])
         ids = losses.sources.ids
@@ -108,13 +112,14 @@ class FirstLoss:
         found = measured_weighting(
             loss_of=loss_of,
             model=model,
-            batch=inputs,
+            batch=batch,
             items=rule.count,
             owner=owner,
             replica=replica,
             more=more_samples,
             training=True,
             kept=rule.kept,
+            shards=shards,
         )
         losses.sources.ids = ids
         return found

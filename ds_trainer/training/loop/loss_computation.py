@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sequence_sharding import SequenceSharder
-from ds_trainer.data.sharded_batch import ShardedBatch
+from ds_trainer.data.sharded_batch import ShardedBatch, plain_batches
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import shows_auxiliary_loss, with_unmasked_tokens
@@ -83,6 +83,7 @@ class LossComputation:
         chunked, sources: see above.
         label_names: see above.
         first_samples: those of the first steps, with which the first evaluations are compared.
+        batches: those of a step whose losses are not known yet.
         loader: of the training; a measurement may read samples of its dataset.
         items: item count of the current step.
         overlap_count: see above.
@@ -114,13 +115,13 @@ class LossComputation:
         self.sharder = sharder
         self.packed = packed
         self.for_loop = False
+        self.batches: Sequence[Any] = ()
         self.loader: Any = None
         self.first_samples: SeenSamples | None = None
         self.items: ItemCount | None = None
         self.overlap_count = overlap_count
         # Batches of the step and their items, which are the weights of mean losses.
         self._counted: Mapping[int, tuple[Any, torch.Tensor]] = {}
-        self._batches: Sequence[Any] = ()
         self._steps_to_look = self._last_wait = 0
         self._superseded: torch.Tensor | None = None  # the count of the step before it was counted again
         self._loss_function = loss_function
@@ -145,7 +146,7 @@ class LossComputation:
         self._smoother = self.sharder = None
         self.chunked.release()
         self.loader = self._superseded = None
-        self._counted, self._batches = {}, ()
+        self._counted, self.batches = {}, ()
 
     def count_step(self, batches: Sequence[Any], device: torch.device) -> ItemCount:
         """Count the items of a global batch: one all-reduce over the replicas.
@@ -162,16 +163,14 @@ class LossComputation:
                 continue
             if self.items is None or not isinstance(batch, Mapping):  # the first batches of this Trainer
                 self.check(batch)
-        counts = [
-            batch.facts.items if isinstance(batch, ShardedBatch) else self.rule.weight(batch) for batch in batches
-        ]
+        counts = list(map(self.rule.weight if self.sharder is None else self._weight_of, batches))
         if self.items is None and not any(isinstance(getattr(batch, "local", batch), Dummy) for batch in batches):
             _warn_without_targets(counts)
         self._counted = {}
         if self._steps_to_look:
             self._steps_to_look -= 1
             self.rule.verified = self._steps_to_look > 0
-        self._batches = () if self.rule.verified else batches
+        self.batches = () if self.rule.verified else batches
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
         if len(counts) == 1:
@@ -179,7 +178,10 @@ class LossComputation:
         else:
             own = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         local = count_for(device, own)
-        group = parallel_groups(self._layout).dp if distributed.world_size() > 1 else None
+        groups = parallel_groups(self._layout) if distributed.world_size() > 1 else None
+        own_shards = batches and isinstance(batches[0], ShardedBatch) and self.rule.weight is not self.rule.count
+        adds_up = own_shards and self.rule.weighting.of_shards
+        group = None if groups is None else groups.seq_data_parallel if adds_up else groups.dp
         self.items = ItemCount.of_all_ranks(local, self.overlap_count, group)
         return self.items
 
@@ -191,10 +193,24 @@ class LossComputation:
             self.items = ItemCount(torch.as_tensor(divisor, dtype=torch.float32, device=self._device))
         return self.items
 
-    @property
-    def two_batches(self) -> tuple[Any, Any]:
-        """The first and the last micro-batch of a step whose losses are not known yet; None without accumulation."""
-        return (self._batches[0], self._batches[-1]) if len(self._batches) > 1 else (None, None)
+    def _weight_of(self, batch: Any) -> torch.Tensor:
+        if not isinstance(batch, ShardedBatch):
+            return self.rule.weight(batch)
+        return batch.facts.items if self.rule.weight is self.rule.count else self.rule.weight(batch.local)
+
+    def weight_of_all_shards(self, own: torch.Tensor) -> torch.Tensor:
+        """The weight of a batch, of which this rank's shard has ``own``: on the device. Collective with its ranks."""
+        whole = count_for(self._device, own).clone()
+        if self.rule.weighting.of_shards:
+            distributed.all_reduce_sum(whole, group=parallel_groups(self._layout).sequence)
+        return whole
+
+    def beginning(self, batch: Any) -> Any:
+        """As many tokens of each sequence of a batch as one rank has, in host memory. Collective if it is a shard."""
+        assert self.sharder is not None
+        [whole] = plain_batches([batch], lambda: parallel_groups(self._layout))
+        ranks = self._layout.cp * self._layout.sp
+        return self.sharder.beginning(whole, max(8 * ranks, self.sharder.length(whole) // ranks))
 
     def look_again(self) -> None:
         """Measure what the losses are the mean of again, because this batch could not tell: in 1, 2, 4 ... steps."""
@@ -206,7 +222,7 @@ class LossComputation:
         """Count the step again, after its first micro-batch has shown what the losses are the mean of. Collective."""
         assert self.items is not None  # the step was counted
         before = self.items.divisor
-        items = self.count_step(self._batches, self._device)
+        items = self.count_step(self.batches, self._device)
         self._superseded = before
         return items
 
@@ -312,6 +328,38 @@ class LossComputation:
         local = count_for(self._device, rule.count(inputs))
         outputs = model(**inputs, num_items_in_batch=local.clamp(min=1).to(torch.float32))
         return loss_in(outputs, model, inputs) * (local / items), outputs
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Context in which every rank computes whole sequences, as one process does."""
+        from ds_trainer.parallel.attention import use_sharding
+
+        sharder, self.sharder = self.sharder, None
+        try:
+            with use_sharding(None, None):
+                yield
+        finally:
+            self.sharder = sharder
+
+    def of_shards(self, units: Sequence[Callable[[Any], torch.Tensor]], batch: Any, loss: Any) -> tuple[Any, Any]:
+        """What the losses of the shards of a whole batch add up to, and what of it they count. Collective.
+
+        Args:
+            units: count a batch.
+            batch: in host memory.
+            loss: computes the loss of this rank's shard of it.
+
+        Returns:
+            By unit, the sum of the losses, each times its count, and the sum of the counts; at last the plain sum.
+        """
+        assert self.sharder is not None
+        groups, own = parallel_groups(self._layout), loss()
+        local, _ = self.sharder.shard(batch, groups.coordinates.cp, groups.coordinates.sp)
+        counts = [*(float(unit(local)) for unit in units), 1.0]
+        sums = torch.tensor([[n * own if n else 0.0 for n in counts], counts], dtype=torch.float64)
+        distributed.all_reduce_sum(sums, group=groups.replica_host)
+        weighted, counted = (sums / self._layout.tp).tolist()
+        return weighted, counted
 
     @contextmanager
     def sharded(self, inputs: Any, needs_labels: bool = True) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,9 +29,13 @@ from ds_trainer.training.loop.loss_passes import PAIRS, LossPasses
 from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting
 from ds_trainer.training.loop.loss_unit import SAMPLES, Unit, units_of
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import CHECK, get_logger
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 from ds_trainer.utils.undisturbed import train_but_for_noise, undisturbed
+
+if TYPE_CHECKING:
+    from ds_trainer.training.loop.loss_computation import LossComputation
 
 logger = get_logger(__name__)
 
@@ -48,6 +52,7 @@ def measured_weighting(
     more: Callable[[], Any] | None = None,
     training: bool = False,
     kept: Mapping[str, Any] | None = None,
+    shards: LossComputation | None = None,
 ) -> Weighting:
     """Measure how losses of micro-batches make the loss of all of them. The same on all ranks. Collective.
 
@@ -65,22 +70,26 @@ def measured_weighting(
         training: whether the losses are those of a training: the model is in training mode, but for dropout modules and
             statistics of batches. Otherwise it is in evaluation mode.
         kept: :meth:`Weighting.to_json` of a checkpoint, which counts as long as the losses agree with it.
+        shards: shards the sequences of a ``batch``, which is in host memory; None without sequence sharding.
+
+    Raises:
+        ConfigError: the loss of a sequence does not follow from the losses of its shards.
     """
     before = None if kept is None else weighting_from(kept, items)
     with undisturbed(model), nullcontext() if owner is None else plain_attributes_restored(owner):
-        whole, reason = _samples(batch, items, more)
+        whole, reason = _samples(batch, items, more, 2 if shards is None else 1)
         first, own = units_of(whole, items.label_names, getattr(base_model(model), "config", None))
         units: list[Any] = [*([] if before is None else [before.count]), *first, items, SAMPLES, *own]
         found = None
         for mode in (training, not training) if whole is not None else ():
-            found = _run(LossPasses(loss_of, model, whole, units, mode, replica))
+            found = _run(LossPasses(loss_of, model, whole, units, mode, replica, shards=shards))
             if found.short and (samples := number_of_samples(whole)) > 2:
                 whole = samples_of_batch(whole, [0, samples - 1])
-                found = _run(LossPasses(loss_of, model, whole, units, mode, replica))
+                found = _run(LossPasses(loss_of, model, whole, units, mode, replica, shards=shards))
             if not found.error and (found.fits or not found.drew or found.repeats):
                 break
         fails = found is not None and not found.fits and found.among_ranks is None
-        if fails and (pairs := _pairs(batch, items)) is not None:
+        if fails and shards is None and (pairs := _pairs(batch, items)) is not None:
             of_pairs = _run(
                 LossPasses(
                     loss_of=loss_of,
@@ -107,8 +116,8 @@ def _run(passes: LossPasses) -> LossPasses:
     return passes
 
 
-def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None) -> tuple[Any, str]:
-    """The samples to measure, the same on all ranks, and why there are none. Collective.
+def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None, least: int) -> tuple[Any, str]:
+    """The samples to measure, at least so many, the same on all ranks, and why there are none. Collective.
 
     All compute the same: their passes communicate alike, and fail alike, under ZeRO-3 too.
     """
@@ -120,7 +129,9 @@ def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None) -> 
             batch = more() or batch
         except Exception as problem:  # samples of the data set that no batch has together may not fit into one
             logger.debug("Two samples of the data set make no batch: %s", problem)
-    chosen, reason = distributed.broadcast_object(_most_different(batch, items) if rank == source else None, source)
+    chosen, reason = distributed.broadcast_object(
+        _most_different(batch, items, least) if rank == source else None, source
+    )
     return on_device(chosen, _device_of(batch)), reason
 
 
@@ -161,6 +172,14 @@ def _verdict(
         log(_UNKNOWN, name, reason, "as in the checkpoint" if before else "by items")
         return counted
     fits, total = found.fits, len(units)
+    if found.fit_shards is not None and fits:
+        fits = found.fits = [index for index in fits if index in found.fit_shards]
+        if not fits:
+            whole, *by_shards = found.whole_and_shards
+            by_items, added = by_shards[units.index(items)], by_shards[total]
+            raise ConfigError(_NOT_OF_SHARDS.format(name, whole, by_items, added))
+    if before is not None:
+        before = replace(before, of_shards=0 in found.of_shards or found.fit_shards is None)
     if found.among_ranks is not None:
         if before is None or before.additive:
             warn(_AMONG_RANKS, name, *found.among_ranks)
@@ -175,10 +194,12 @@ def _verdict(
         # To add up what is no sum multiplies the gradient, so it must be far nearer.
         nearest = min(places, key=lambda index: found.residuals[index] * (20 if index == total else 1))
         how = "these are added up" if nearest == total else f"these are weighted by their {places[nearest]}"
+        if found.fit_shards is not None:
+            how += ", and which tokens of a sequence a rank has"
         warn(_NOT_ADDITIVE, name, found.numbers(), how)
         if nearest == total:
             return Weighting(items, summed=True, additive=False, settled=True)
-        return Weighting(units[nearest], additive=False, settled=True)
+        return Weighting(units[nearest], additive=False, settled=True, of_shards=units[nearest] is not SAMPLES)
     if fits[0] == total:
         log("The loss of %s is a sum: the losses of micro-batches are added up.", name, extra={CHECK: "loss"})
         return Weighting(items, summed=True, settled=True)
@@ -187,13 +208,15 @@ def _verdict(
     if units[fits[0]] is not items:
         text = "The loss of %s is a mean over %s: micro-batches are weighted by their number."
         log(text, name, units[fits[0]], extra={CHECK: "loss"})
-    return Weighting(units[fits[0]], settled=not ambiguous)
+    of_shards = fits[0] in found.of_shards or found.fit_shards is None
+    return Weighting(units[fits[0]], settled=not ambiguous, of_shards=of_shards)
 
 
 def weighting_from(kept: Mapping[str, Any], items: ItemCounter) -> Weighting:
     """The weighting that :meth:`Weighting.to_json` wrote."""
     unit = items if kept["unit"] is None else Unit(**kept["unit"])
-    return Weighting(unit, bool(kept["summed"]), bool(kept["additive"]), settled=True)
+    of_shards = isinstance(unit, ItemCounter) or bool(unit.key)
+    return Weighting(unit, bool(kept["summed"]), bool(kept["additive"]), settled=True, of_shards=of_shards)
 
 
 _UNKNOWN = "It could not be measured what the loss of %s is the mean of: %s. It counts %s."
@@ -204,6 +227,12 @@ _CHANGED = (
 _DRAWS = (
     "The loss of %s depends on random numbers that it draws (masks, negatives, noise): each rank and micro-batch draws "
     "its own, so losses of different numbers of ranks or accumulation agree on average only, even with the same seed."
+)
+_NOT_OF_SHARDS = (
+    "The loss of {} for whole sequences, {:.4g}, does not follow from its losses for their shards: these give {:.4g} "
+    "as a mean over items, {:.4g} as a sum. With context_parallel_size or sequence_parallel_size above 1 each rank has "
+    "a part of each sequence: compare its logits with shift_labels, which are not to be shifted again, and return the "
+    "mean over all targets, or their sum divided by num_items_in_batch; or set both sizes to 1."
 )
 _AMONG_RANKS = (
     "The loss of %s depends on the samples of other ranks, with which it communicates (%.4g; with other samples there "
@@ -262,10 +291,12 @@ def _keys(batch: Any, items: ItemCounter) -> list[tuple[float, float]]:
     return list(zip(counts, sums.tolist(), strict=True))
 
 
-def _most_different(batch: Any, items: ItemCounter) -> tuple[Any, str]:
+def _most_different(batch: Any, items: ItemCounter, least: int) -> tuple[Any, str]:
     """The samples of ``batch`` that differ most, at most four, in host memory; or None and why there are none."""
-    if not isinstance(batch, Mapping) or isinstance(batch, Dummy) or number_of_samples(batch) < 2:
+    if not isinstance(batch, Mapping) or isinstance(batch, Dummy) or number_of_samples(batch) < least:
         return None, ""
+    if number_of_samples(batch) == 1:
+        return on_device(batch, torch.device("cpu")), ""
     keys = _keys(batch, items)
     order = sorted(range(len(keys)), key=keys.__getitem__)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,8 +24,12 @@ from ds_trainer.utils.row_random import DrawsOfSamples
 from ds_trainer.utils.seeds import random_state, restore_random_state, seed_this_process
 from ds_trainer.utils.undisturbed import modes_restored, train_but_for_noise
 
+if TYPE_CHECKING:
+    from ds_trainer.training.loop.loss_computation import LossComputation
+
 _SMALLEST = 1e-6  # a loss below is taken as 0
 _SPLITS: Mapping[int, tuple[tuple[list[int], list[int]], ...]] = {
+    1: (),
     2: (([0], [1]),),
     3: (([0], [1, 2]), ([0, 1], [2])),
     4: (([0, 1], [2, 3]), ([0, 2], [1, 3])),
@@ -82,6 +86,7 @@ class LossPasses:
         units: the candidates.
         training: whether the model is in training mode.
         splits: ways to cut them in two parts.
+        shards: shards their sequences; None without sequence sharding.
 
     Attributes:
         whole, model, training: see above.
@@ -95,6 +100,9 @@ class LossPasses:
         for_evaluation: whether the result is known to hold in evaluation mode.
         short: whether memory ran out on a rank.
         among_ranks: the loss of a part, and its loss while other replicas have other samples, if these differ.
+        whole_and_shards: the loss of all, and what those of their shards give by each candidate and as a sum.
+        fit_shards: the candidates for which both are equal; None: not compared.
+        of_shards: the candidates whose counts of the shards add up to that of all.
     """
 
     among_ranks: tuple[float, float] | None = None
@@ -109,10 +117,16 @@ class LossPasses:
         training: bool,
         replica: int = 0,
         splits: Any = None,
+        shards: LossComputation | None = None,
     ) -> None:
         self.whole, self._loss_of, self.model, self.training = whole, loss_of, model, training
         self._replica = replica
         self._splits = splits or _SPLITS[number_of_samples(whole)]
+        self._units, self._shards = units, shards
+        self._sharded = False
+        self.whole_and_shards: list[float] = []
+        self.fit_shards: list[int] | None = None
+        self.of_shards: set[int] = set()
         self._parts = [[samples_of_batch(whole, rows) for rows in split] for split in self._splits]
         self._counts = [[[float(unit.rows(part).sum()) for part in pair] for unit in units] for pair in self._parts]
         self._start = random_state()
@@ -150,14 +164,16 @@ class LossPasses:
             if draws is not None:
                 self._losses = []
                 self._add(everything, self.whole, draws)
-            self._add_split(0, draws)
+            self._add_split(0, draws) if self._splits else self._judge()
             if (self.fits or max(self.residuals) < 0) and len(self._splits) > 1:
                 self._add_last_split(draws)
             if draws is None or not distributed.agree(torch.tensor([int(not draws.fits)]))[0]:
                 break
             draws = draws.by_row()
         self._verify_sum(draws)
-        if communicates and several and not self.error and max(self.residuals) >= 0:
+        if self._shards is not None and not self.drew and not self.error and abs(self._losses[0]) > _SMALLEST:
+            self._compare_shards(self._shards)
+        if communicates and several and self._splits and not self.error and max(self.residuals) >= 0:
             self._compare_ranks(draws)
         self.repeats = not foreign and draws is not None and bool(draws.drawn) and not draws.hidden
         if self.training and not drew and len(self._splits) == 1 and self.fits:
@@ -186,6 +202,25 @@ class LossPasses:
         self.residuals[total] = max(self.residuals[total], found)
         if found > _tolerance(self.model):
             self.fits = [index for index in self.fits if index != total]
+
+    def _compare_shards(self, shards: LossComputation) -> None:
+        """Compare the loss of all samples with those of the shards of their sequences. Collective."""
+        everything, self._sharded = list(range(number_of_samples(self.whole))), True
+        weighted, counted = shards.of_shards(self._units, self.whole, lambda: self._more([everything], None)[0])
+        self._sharded, ranks = False, shards.sharder.layout.cp * shards.sharder.layout.sp
+        wholes = [*(float(unit(self.whole)) for unit in self._units), 1.0]
+        several = [found / n if n else 0.0 for found, n in zip(counted, wholes, strict=True)]
+        self.of_shards = {index for index, times in enumerate(several) if abs(times - 1) < _SMALLEST}
+        # What all shards have alike counts once, as samples do; what is neither is no candidate.
+        alike = {index for index, times in enumerate(several) if abs(times - ranks) < _SMALLEST}
+        divisors = [n if index in self.of_shards | alike else float("nan") for index, n in enumerate(wholes)]
+        by_shards = [share / n for share, n in zip(weighted, divisors, strict=True)]
+        first, bound = self._losses[0], 10 * _tolerance(self.model)  # attention rounds, too
+        self.whole_and_shards = [first, *by_shards]
+        far = [abs(found - first) / max(abs(found), abs(first)) for found in by_shards]
+        far = [number if number == number else 1.0 for number in far]
+        agreed = distributed.largest(torch.tensor(far, dtype=torch.float64)).tolist()
+        self.fit_shards = [index for index, number in enumerate(agreed) if number <= bound]
 
     def _compare_ranks(self, draws: DrawsOfSamples | None) -> None:
         """Compute a part again while every second replica has another one, as in a step. Collective.
@@ -240,6 +275,8 @@ class LossPasses:
                 for mode in (None if draws is None else draws.of(rows), noticed):
                     if mode is not None:
                         stack.enter_context(mode)
+                if self._shards is not None and not self._sharded:
+                    stack.enter_context(self._shards.unsharded())
                 loss = self._loss_of(batch)
             self._losses.append(float("nan") if loss is None else float(loss.detach().mean()))
         except Exception as problem:  # a loss may need more samples than a part has; the real pass comes later
@@ -269,11 +306,12 @@ class LossPasses:
 
     def numbers(self) -> str:
         """The first losses, for a message."""
-        return " ({:.4g}; parts {:.4g} and {:.4g})".format(*self._losses[:3])
+        return " ({:.4g}; parts {:.4g} and {:.4g})".format(*self._losses[:3]) if self._splits else ""
 
     def _residual(self, unit: int | None) -> float:
         """How far the loss of all samples is from the mean of the parts, or their sum: relative, -1 if they are 0."""
-        worst, whole = -1.0, self._losses[0]
+        whole = self._losses[0]
+        worst = 0.0 if not self._splits and abs(whole) > _SMALLEST else -1.0
         for index in range((len(self._losses) - 1) // 2):
             losses = self._losses[1 + 2 * index : 3 + 2 * index]
             scale = max(abs(loss) for loss in (whole, *losses) if loss == loss) if whole == whole else 0.0

@@ -151,6 +151,8 @@ class Weighting:
         additive: whether the loss of all follows from them.
         settled: whether that is measured (:mod:`ds_trainer.training.loop.loss_measurement`).
         for_evaluation: whether it is known to hold in evaluation mode too.
+        of_shards: whether the counts of the shards of a sequence add up to that of the sequence. Those of samples do
+            not: each shard has all.
     """
 
     count: Callable[[Any], torch.Tensor]
@@ -158,6 +160,7 @@ class Weighting:
     additive: bool = True
     settled: bool = False
     for_evaluation: bool = True
+    of_shards: bool = True
 
     def to_json(self) -> dict[str, Any] | None:
         """For a checkpoint; None if it is not measured."""
