@@ -193,7 +193,7 @@ class LossPasses:
         total = len(self.residuals) - 1
         others = min(self.residuals[:total], default=float("inf"))
         like = max(self.residuals) >= 0 and self.residuals[total] < others and len(self._splits) > 1
-        if self.error or not distributed.agree(torch.tensor([int(like)]))[0] or len(self._splits[0][0]) < 2:
+        if self.error or not distributed.agree(torch.tensor([int(like)]))[0]:
             return
         alone = self._more([[row] for row in range(number_of_samples(self.whole))], draws)
         self.error = ""  # a loss of one sample may fail, and is no sum then
