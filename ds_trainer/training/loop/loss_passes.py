@@ -207,7 +207,7 @@ class LossPasses:
         """Compare the loss of all samples with those of the shards of their sequences. Collective."""
         everything, self._sharded = list(range(number_of_samples(self.whole))), True
         weighted, counted = shards.of_shards(self._units, self.whole, lambda: self._more([everything], None)[0])
-        self._sharded, ranks = False, shards.sharder.layout.cp * shards.sharder.layout.sp
+        self._sharded, ranks = False, counted[-1]
         wholes = [*(float(unit(self.whole)) for unit in self._units), 1.0]
         several = [found / n if n else 0.0 for found, n in zip(counted, wholes, strict=True)]
         self.of_shards = {index for index, times in enumerate(several) if abs(times - 1) < _SMALLEST}
