@@ -200,7 +200,11 @@ class ProcessInfo:
             yield
             return
         if group_size is None:
-            _start_group(info, self.device_type, self.ddp_timeout_delta)
+            # Start the process group that the engine uses later.
+            from ds_trainer.utils.torch_group import start_torch_group
+
+            start_torch_group(info, self.device_type, self.ddp_timeout_delta)
+            atexit.register(_leave_group)
         from ds_trainer.utils.distributed import barrier
 
         is_main = _is_main(info, local=local)
@@ -226,14 +230,6 @@ def _existing_group_size() -> int | None:
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
-
-
-def _start_group(info: RankInfo, device_type: str, timeout: timedelta) -> None:
-    """Start the process group that the engine uses later."""
-    from ds_trainer.utils.torch_group import start_torch_group
-
-    start_torch_group(info, device_type, timeout)
-    atexit.register(_leave_group)
 
 
 def _leave_group() -> None:

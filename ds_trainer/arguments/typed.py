@@ -89,7 +89,13 @@ def _read(located: Located, hint: Any, *, in_union: bool) -> Any:
         if isinstance(value, str):
             return value
     if kind in ("Literal", "Enum"):
-        return _choice(located, typing.get_args(hint) if kind == "Literal" else [member.value for member in hint])
+        choices = typing.get_args(hint) if kind == "Literal" else [member.value for member in hint]
+        for choice in choices:
+            if located.value == choice and isinstance(located.value, bool) == isinstance(choice, bool):
+                return choice
+            if isinstance(choice, str) and located.text == choice:
+                return choice
+        raise WrongType
     if kind == "list":
         return _read_list(located, hint)
     if kind == "dict" and isinstance(value, dict):
@@ -116,15 +122,6 @@ def _read_list(located: Located, hint: Any) -> Any:
         raise WrongType
     container = tuple if (typing.get_origin(hint) or hint) is tuple else list
     return container(_read(entry, element, in_union=False) for entry in entries)
-
-
-def _choice(located: Located, choices: typing.Iterable[Any]) -> Any:
-    for choice in choices:
-        if located.value == choice and isinstance(located.value, bool) == isinstance(choice, bool):
-            return choice
-        if isinstance(choice, str) and located.text == choice:
-            return choice
-    raise WrongType
 
 
 def _float(text: str) -> float:

@@ -50,7 +50,17 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is wrong, or there is no model that can be used.
     """
-    _check(options, args)
+    problems = []
+    if args:
+        problems.append(f"ds-trainer chat: unrecognized arguments: {' '.join(args)}.")
+    if options.temperature is not None and not 0 <= options.temperature < float("inf"):
+        problems.append(f"--temperature {options.temperature}: must be 0 or more.")
+    if options.max_new_tokens < 1:
+        problems.append(f"--max-new-tokens {options.max_new_tokens}: must be 1 or more.")
+    if options.prompt is not None and not options.prompt.strip():
+        problems.append("--prompt is empty; give a text.")
+    if problems:
+        raise ConfigError(problems)
     from ds_trainer.recipes.saved_model import find_saved_model  # imports torch, which takes seconds
 
     saved = find_saved_model(options.model, options.base)
@@ -61,7 +71,14 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     drawing = GenerationOptions(options.max_new_tokens, options.temperature, options.seed)
     prompt = options.prompt
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        prompt = _read_standard_input()
+        try:
+            prompt = sys.stdin.read().strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"The standard input is not {error.encoding} text (byte {error.start}).") from None
+        if not prompt:
+            raise ConfigError(
+                "The standard input has no text. Give a prompt with --prompt TEXT, or write it to a pipe."
+            )
     warnings.simplefilter("ignore", FutureWarning)  # of libraries, between the answers
     session = load_session(saved, drawing, options.device, options.dtype)
     if options.system is not None:
@@ -74,30 +91,6 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     session.ask(prompt, _write)
     _write("\n")
     return 0
-
-
-def _check(options: argparse.Namespace, args: Sequence[str]) -> None:
-    problems = []
-    if args:
-        problems.append(f"ds-trainer chat: unrecognized arguments: {' '.join(args)}.")
-    if options.temperature is not None and not 0 <= options.temperature < float("inf"):
-        problems.append(f"--temperature {options.temperature}: must be 0 or more.")
-    if options.max_new_tokens < 1:
-        problems.append(f"--max-new-tokens {options.max_new_tokens}: must be 1 or more.")
-    if options.prompt is not None and not options.prompt.strip():
-        problems.append("--prompt is empty; give a text.")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _read_standard_input() -> str:
-    try:
-        text = sys.stdin.read().strip()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The standard input is not {error.encoding} text (byte {error.start}).") from None
-    if not text:
-        raise ConfigError("The standard input has no text. Give a prompt with --prompt TEXT, or write it to a pipe.")
-    return text
 
 
 def _write(piece: str) -> None:

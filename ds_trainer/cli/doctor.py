@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_trainer.arguments.parser import HfArgumentParser
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -19,9 +18,6 @@ from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.units import parse_size
-
-if TYPE_CHECKING:
-    from ds_trainer.monitor.doctor.examination import Request
 
 HELP = "check this machine or allocation: versions, disks, limits, clocks, network, gradients"
 DESCRIPTION = """Check this machine, or under a launcher all ranks of a job (srun ds-trainer doctor; deepspeed
@@ -53,7 +49,17 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     """Run the checks and print the result on the main process; returns the exit code, the same on all ranks."""
     if options.load is not None or options.load_bytes is not None:
         return _measure_loading(options, args)
-    request = _request(options, args)
+    from ds_trainer.monitor.doctor.examination import Request  # imports torch
+
+    given = options.recipe is not None or bool(args)
+    if options.recipe is not None:
+        arguments = load_recipe(options.recipe, args).training_arguments()
+    else:
+        (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(args, look_for_args_file=False)
+    if options.timeout < 1:
+        raise ConfigError(f"--timeout {options.timeout} must be a positive number of seconds.")
+    tested = [arguments] if given else _all_stages(arguments)
+    request = Request(arguments, given, [] if options.no_gradients else tested)
 
     from ds_trainer.engine.process_group import start_process_group  # imports torch
     from ds_trainer.monitor.doctor.examination import examine
@@ -100,20 +106,6 @@ def _measure_loading(options: argparse.Namespace, args: Sequence[str]) -> int:
     findings = grouped([(RankHost(0, socket.gethostname()), loading_findings(Path(options.load), size))])
     print(json.dumps(as_json(findings, 1), indent=2) if options.json else table(findings, 1), flush=True)
     return exit_code(findings)
-
-
-def _request(options: argparse.Namespace, args: Sequence[str]) -> Request:
-    from ds_trainer.monitor.doctor.examination import Request  # imports torch
-
-    given = options.recipe is not None or bool(args)
-    if options.recipe is not None:
-        arguments = load_recipe(options.recipe, args).training_arguments()
-    else:
-        (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(args, look_for_args_file=False)
-    if options.timeout < 1:
-        raise ConfigError(f"--timeout {options.timeout} must be a positive number of seconds.")
-    tested = [arguments] if given else _all_stages(arguments)
-    return Request(arguments, given, [] if options.no_gradients else tested)
 
 
 def _all_stages(args: TrainingArguments) -> list[TrainingArguments]:

@@ -79,7 +79,15 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
         ConfigError: the model, the device or an argument is unknown.
     """
     if options.as_written:
-        _refuse_other_questions(options)
+        # Options that ask for something else are an error.
+        others = given_options(options)
+        asked = ("seq_len", "global_batch", "precision", "solve", "dry_run")
+        others += [f"--{name.replace('_', '-')}" for name in asked if getattr(options, name) is not None]
+        if others:
+            raise ConfigError(
+                f"--as-written takes all values from the recipe, so {', '.join(others)} cannot be given with it. "
+                "Values of the recipe can be replaced, as in --arguments.zero_stage=2."
+            )
     if options.dry_run is not None:
         dry_run.set_cluster(options)
         if dry_run.is_recipe(options.model):
@@ -185,18 +193,6 @@ def _solve(options: argparse.Namespace, request: PlanRequest) -> int:
 
 _PAIRS = ("dpo", "reward", "embedding")  # two sequences of a sample are in one batch
 _CHECKPOINTING = {"activation_checkpointing", "gradient_checkpointing"}
-
-
-def _refuse_other_questions(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that ask for something else."""
-    others = given_options(options)
-    others += [f"--{name.replace('_', '-')}" for name in ("seq_len", "global_batch", "precision", "solve", "dry_run")
-               if getattr(options, name) is not None]  # fmt: skip
-    if others:
-        raise ConfigError(
-            f"--as-written takes all values from the recipe, so {', '.join(others)} cannot be given with it. Values of "
-            "the recipe can be replaced, as in --arguments.zero_stage=2."
-        )
 
 
 def _as_written(request: PlanRequest) -> SearchResult:

@@ -48,7 +48,10 @@ def fixed_values(options: argparse.Namespace, recipe: Recipe | None) -> Iterator
         if value is not None:
             yield name, value == "on"
     if recipe is not None and recipe.arguments.get("deepspeed") is not None:  # a plan does not change this file
-        yield "hpz", _second_partition(_deepspeed(recipe))
+        # Ranks of hpZ in a DeepSpeed configuration; 1 without it.
+        config = _deepspeed(recipe)
+        zero = config.get("zero_optimization")
+        yield "hpz", int((zero if isinstance(zero, dict) else {}).get("zero_hpz_partition_size") or 1)
     optimizer = options.optim or _optimizer(recipe)
     if optimizer is not None:
         yield "state_bytes", state_bytes(optimizer)
@@ -138,12 +141,6 @@ def _optimizer(recipe: Recipe | None) -> str | None:
     named = block.get("type") if isinstance(block, dict) else None
     found = recipe.arguments.get("optim") or named
     return None if found is None else str(found)
-
-
-def _second_partition(config: Mapping[str, Any]) -> int:
-    """Ranks of hpZ in a DeepSpeed configuration; 1 without it."""
-    zero = config.get("zero_optimization")
-    return int((zero if isinstance(zero, dict) else {}).get("zero_hpz_partition_size") or 1)
 
 
 def not_covered(recipe: Recipe) -> list[str]:

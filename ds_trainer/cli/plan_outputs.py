@@ -144,8 +144,17 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
         costs: for the cost of each plan: arguments of :func:`cost`, or empty.
     """
     cluster, goal, best = request.cluster, request.goal, result.best
+    from ds_trainer.planner.parameters.groups import total_by_kind
+
+    model = request.model
     found: dict[str, Any] = {
-        "model": _about(request),
+        "model": {
+            "name": model.name,
+            "parameters": model.total,
+            "trainable": model.trainable,
+            "by_kind": total_by_kind(model.parameters),
+            "layers": model.stack.layers,
+        },
         "cluster": {
             "device": cluster.device,
             "nodes": cluster.nodes,
@@ -174,19 +183,6 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
             for plan in cheapest_changes(nearest)
         ]
     return found
-
-
-def _about(request: PlanRequest) -> dict[str, Any]:
-    from ds_trainer.planner.parameters.groups import total_by_kind
-
-    model = request.model
-    return {
-        "name": model.name,
-        "parameters": model.total,
-        "trainable": model.trainable,
-        "by_kind": total_by_kind(model.parameters),
-        "layers": model.stack.layers,
-    }
 
 
 def _plan(request: PlanRequest, plan: Plan, costs: dict[str, Any]) -> dict[str, Any]:

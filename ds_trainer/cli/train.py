@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ds_trainer.cli.dashboard import train_with_dashboard
 from ds_trainer.cli.dry_run import rehearse_recipe, set_cluster
@@ -73,11 +72,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         replace_transformers(announce=False)  # libraries' trainers inherit from transformers'; the header says it
     from ds_trainer.recipes.jobs import job_of  # after the quick checks, since it imports torch
 
-    return _told(job_of(recipe).run())
-
-
-def _told(results: dict[str, Any]) -> int:
-    """Print, on the main process, what to do with the model of a run that has ended; returns the exit code."""
+    # The main process prints what to do with the model of a run that has ended.
+    results = job_of(recipe).run()
     if results:
         from ds_trainer.recipes.next_steps import print_next_steps
 

@@ -118,30 +118,22 @@ def remedy(value: Any, wanted: Field) -> str:
     if wanted.kind == "bool" and text in (*_TRUE, *_FALSE):
         return f" Write {'true' if text in _TRUE else 'false'}, without quotes."
     if wanted.choices:
-        return _nearest(text, wanted)
+        numbers = [choice for choice in wanted.choices if not isinstance(choice, str) and str(choice) == text]
+        if numbers:
+            return f" Write {text}, without quotes."
+        return did_you_mean(text, [str(choice) for choice in wanted.choices])
     if wanted.kind in ("int", "float") and isinstance(value, str):
         return _as_number(value.strip())
     if wanted.kind == "str" and isinstance(value, int | float):
         return " Put quotes around it."
     if wanted.kind == "list" and isinstance(value, str | int | float):
-        return _as_list(value)
+        inside = re.fullmatch(r"\s*[\[(](.*)[\])]\s*|(.*,.*)", str(value), re.DOTALL)  # text that holds a list
+        if inside is None:
+            return f" Write [{json.dumps(value)}]."
+        return f" Write [{(inside[1] if inside[2] is None else inside[2]).strip()}], without quotes around it."
     if wanted.kind in ("dict", "section") and isinstance(value, str) and value.strip().startswith("{"):
         return " Remove the quotes around it."
     return ""
-
-
-def _nearest(text: str, wanted: Field) -> str:
-    numbers = [choice for choice in wanted.choices if not isinstance(choice, str) and str(choice) == text]
-    if numbers:
-        return f" Write {text}, without quotes."
-    return did_you_mean(text, [str(choice) for choice in wanted.choices])
-
-
-def _as_list(value: str | int | float) -> str:
-    inside = re.fullmatch(r"\s*[\[(](.*)[\])]\s*|(.*,.*)", str(value), re.DOTALL)  # text that holds a list
-    if inside is None:
-        return f" Write [{json.dumps(value)}]."
-    return f" Write [{(inside[1] if inside[2] is None else inside[2]).strip()}], without quotes around it."
 
 
 def _as_number(text: str) -> str:

@@ -315,16 +315,13 @@ class BalancedBatchSampler(DistributedBatchSampler):
     def _step(self, step: int) -> list[list[int]]:
         key = (self.seed, self.epoch, self.first_sample, step)
         if self._cached_step is None or self._cached_step[0] != key:
-            self._cached_step = (key, self._groups(step))
+            start = self.first_sample + step * self.plan.global_batch_size
+            end = min(start + self.plan.global_batch_size, self.first_sample + self.plan.samples_used(self.rest))
+            samples = self.positions(start, end)
+            micro_steps = math.ceil(len(samples) / self.plan.samples_per_micro_step)
+            groups = balanced_groups(self.lengths[samples].tolist(), micro_steps * self.plan.layout.dp)
+            self._cached_step = (key, [[samples[position] for position in group] for group in groups])
         return self._cached_step[1]
-
-    def _groups(self, step: int) -> list[list[int]]:
-        start = self.first_sample + step * self.plan.global_batch_size
-        end = min(start + self.plan.global_batch_size, self.first_sample + self.plan.samples_used(self.rest))
-        samples = self.positions(start, end)
-        micro_steps = math.ceil(len(samples) / self.plan.samples_per_micro_step)
-        groups = balanced_groups(self.lengths[samples].tolist(), micro_steps * self.plan.layout.dp)
-        return [[samples[position] for position in group] for group in groups]
 
 
 def stored_lengths(dataset: Any) -> npt.NDArray[np.int32] | None:

@@ -144,15 +144,11 @@ def stream_order(
             f"shard. Set stream_shards to at most {available}, 'auto', or leave it out."
         )
     if setting == "auto":
-        setting = _suitable(available, replicas, workers)
+        # The largest number of shards of about equal length that divide the replicas, or the workers of all replicas.
+        numbers = [number for number in range(1, replicas) if replicas % number == 0]
+        numbers += [replicas * number for number in range(1, max(1, workers) + 1) if max(1, workers) % number == 0]
+        setting = max(n for n in numbers if n == 1 or math.ceil(available / n) * n <= _UNEVEN * available)
     return StreamOrder(setting, plan.micro_batch) if isinstance(setting, int) and setting > 1 else StreamOrder()
-
-
-def _suitable(available: int, replicas: int, workers: int) -> int:
-    """The largest number of shards of about equal length that divide the replicas, or the workers of all replicas."""
-    numbers = [number for number in range(1, replicas) if replicas % number == 0]
-    numbers += [replicas * number for number in range(1, max(1, workers) + 1) if max(1, workers) % number == 0]
-    return max(n for n in numbers if n == 1 or math.ceil(available / n) * n <= _UNEVEN * available)
 
 
 def warn_of_readers(stream: Any, order: StreamOrder, replicas: int, setting: int | str | None) -> None:

@@ -67,7 +67,12 @@ def plan_launch(
     Raises:
         ConfigError: the request does not fit this environment, or this process is already a rank; lists all problems.
     """
-    _reject_nested_launch(environment)
+    info = resolve_ranks(environment)
+    if info.world_size > 1:
+        raise ConfigError(
+            f"launch: this process is already rank {info.rank} of {info.world_size} ({info.launcher}). Run `ds-trainer "
+            "launch` once; it starts all ranks."
+        )
     in_slurm = bool(environment.get("SLURM_JOB_ID") and environment.get("SLURM_JOB_NODELIST"))
     hosts = _hosts(request, environment, in_slurm, excluded)
     launcher = request.launcher
@@ -99,15 +104,6 @@ def count_gpus(environment: Mapping[str, str]) -> int:
         return 0
     done = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False)
     return len(re.findall(r"^GPU \d+:", done.stdout, flags=re.MULTILINE)) if done.returncode == 0 else 0
-
-
-def _reject_nested_launch(environment: Mapping[str, str]) -> None:
-    info = resolve_ranks(environment)
-    if info.world_size > 1:
-        raise ConfigError(
-            f"launch: this process is already rank {info.rank} of {info.world_size} ({info.launcher}). Run `ds-trainer "
-            "launch` once; it starts all ranks."
-        )
 
 
 def _hosts(

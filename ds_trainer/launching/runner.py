@@ -71,7 +71,9 @@ def run(request: LaunchRequest) -> int:
                     break
                 plan = _without(plan, decision.exclude)
                 print_message(f"exit code {end.code}; restart {number + 1} of {request.max_restarts} in {pause:.0f} s.")
-                _pause(pause, requests)
+                deadline = time.monotonic() + pause
+                while time.monotonic() < deadline and not requests.any:
+                    time.sleep(0.1)
                 if requests.any:
                     break
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -140,9 +142,3 @@ def _clean_up_over_pdsh(plan: LaunchPlan, job: Job) -> None:
         code = f"no result within {CLEAN_UP_SECONDS:.0f} s"
     if code != 0:
         print_message(f"cleaning up on {names} returned {code}: check there for processes with {JOB_ID}={job.id}.")
-
-
-def _pause(seconds: float, requests: Requests) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not requests.any:
-        time.sleep(0.1)

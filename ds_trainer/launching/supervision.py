@@ -126,7 +126,18 @@ class Supervisor:
                 self._end_stalled(launcher)
                 time.sleep(POLL_SECONDS)
         finally:
-            self._clean_up_processes(launcher)
+            # End all processes of the job on all machines, once the launcher has ended or an error was raised.
+            complete = launcher.poll() is not None and self._is_complete()
+            if not complete:
+                self.attempt.abort()
+                self._signal(launcher, signal.SIGTERM)
+                if self.clean_up is not None:
+                    self.clean_up()
+                if self.remote and (self._outcomes() or processes_of_job(JOB_ID, self.attempt.job.id)):
+                    _wait(self._is_complete, REMOTE_SECONDS)
+            end_processes(processes_of_job(JOB_ID, self.attempt.job.id))
+            end_descendants()
+            launcher.wait()
         return self._end(launcher.returncode)
 
     # -- while it runs --------------------------------------------------------------------------------------------
@@ -182,20 +193,6 @@ class Supervisor:
         self._signal(launcher, signal.SIGKILL)
 
     # -- after it -------------------------------------------------------------------------------------------------
-
-    def _clean_up_processes(self, launcher: subprocess.Popen[bytes]) -> None:
-        """End all processes of the job on all machines, once the launcher has ended or an error was raised."""
-        complete = launcher.poll() is not None and self._is_complete()
-        if not complete:
-            self.attempt.abort()
-            self._signal(launcher, signal.SIGTERM)
-            if self.clean_up is not None:
-                self.clean_up()
-            if self.remote and (self._outcomes() or processes_of_job(JOB_ID, self.attempt.job.id)):
-                _wait(self._is_complete, REMOTE_SECONDS)
-        end_processes(processes_of_job(JOB_ID, self.attempt.job.id))
-        end_descendants()
-        launcher.wait()
 
     def _outcomes(self) -> dict[int, RankOutcome]:
         self._known = read_outcomes(self.attempt.outcome_dir, self._known)

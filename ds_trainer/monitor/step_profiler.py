@@ -75,7 +75,13 @@ class StepProfiler:
             result = step()
         except BaseException as error:
             self._end_phase()
-            self._abandon(error)
+            # Stop profiling without files, because a step failed.
+            profiler, self._profiler = self._profiler, None
+            if self._device.type == "cpu":  # elsewhere stopping waits for the device, which may wait for another rank
+                profiler.stop()
+            logger.warning(
+                "the profile is lost after %s: a step failed (%s).", counted(self._done, "step"), type(error).__name__
+            )
             raise
         self._end_phase()
         self._done += 1
@@ -99,15 +105,6 @@ class StepProfiler:
         text = page_text(figures, TRACE)
         write_text_atomic(self._directory / PAGE, text)
         logger.info("profile of %s (%s):\n%s", counted(self._done, "step"), self._directory / PAGE, text)
-
-    def _abandon(self, error: BaseException) -> None:
-        """Stop profiling without files, because a step failed."""
-        profiler, self._profiler = self._profiler, None
-        if self._device.type == "cpu":  # elsewhere stopping waits for the device, which may wait for another rank
-            profiler.stop()
-        logger.warning(
-            "the profile is lost after %s: a step failed (%s).", counted(self._done, "step"), type(error).__name__
-        )
 
     def _end_phase(self) -> None:
         phase, self._phase = self._phase, None

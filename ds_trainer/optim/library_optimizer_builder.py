@@ -113,28 +113,23 @@ def build_library_optimizer(
     cls = library_class(args, library)
     arguments, of_matrices = library_arguments(args, library)
     if library.low_rank:
-        groups = _with_matrices_apart(groups, target_parameters(args, model), of_matrices)
+        # Splits every group in two, other parameters first, because the order determines APOLLO's random numbers.
+        targets = target_parameters(args, model)
+        chosen = {id(parameter) for parameter in targets.values()}
+        rest = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
+        matrices = [
+            {**group, "params": [p for p in group["params"] if id(p) in chosen], **of_matrices} for group in groups
+        ]
+        groups = [group for group in (*rest, *matrices) if group["params"]]
     optimizer = construct(cls, groups, arguments, f"optim={args.optim} with optim_args={args.optim_args}")
     if library.package == "bitsandbytes" and library.fixed["optim_bits"] == 8:
-        _keep_embeddings_in_32_bits(model)
+        # As in transformers. The library identifies tensors by identity, so this has no effect on ZeRO's partitions.
+        manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
     move_grokadamw_state_to_optimizer_state(optimizer)
     return optimizer
-
-
-def _with_matrices_apart(groups: Groups, targets: dict[str, torch.Tensor], arguments: dict[str, Any]) -> Groups:
-    """Splits every group in two, other parameters first, because the order determines APOLLO's random numbers."""
-    chosen = {id(parameter) for parameter in targets.values()}
-    rest = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
-    matrices = [{**group, "params": [p for p in group["params"] if id(p) in chosen], **arguments} for group in groups]
-    return [group for group in (*rest, *matrices) if group["params"]]
-
-
-def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
-    """As in transformers. The library identifies tensors by identity, so this has no effect on ZeRO's partitions."""
-    manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def move_grokadamw_state_to_optimizer_state(optimizer: torch.optim.Optimizer | None) -> None:

@@ -184,10 +184,17 @@ class Candidate:
         """In one line."""
         axes = ("tp", "cp", "sp", "ep")
         sizes = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
+        names = {"optimizer": self.offload_optimizer, "param": self.offload_param}
+        on_disk = {"optimizer": self.optimizer_on_nvme, "param": self.param_on_nvme}
+        host = [name for name, is_offloaded in names.items() if is_offloaded and not on_disk[name]]
+        disk = [name for name, is_offloaded in names.items() if is_offloaded and on_disk[name]]
         parts = [
             f"ZeRO {self.stage}",
             *([f"hpZ {self.hpz}"] if self.hpz > 1 else []),
-            *self._offload(),
+            *[
+                *([f"offload {' and '.join(host)}"] if host else []),
+                *([f"{' and '.join(disk)} on NVMe"] if disk else []),
+            ],
             *sizes,
             f"micro-batch {self.micro_batch}",
             *([f"accumulate {self.accumulation}"] if self.accumulation > 1 else []),
@@ -195,16 +202,6 @@ class Candidate:
             *(text for name, text in _FEATURE_NAMES.items() if getattr(self, name)),
         ]
         return ", ".join(parts)
-
-    def _offload(self) -> list[str]:
-        names = {"optimizer": self.offload_optimizer, "param": self.offload_param}
-        on_disk = {"optimizer": self.optimizer_on_nvme, "param": self.param_on_nvme}
-        host = [name for name, is_offloaded in names.items() if is_offloaded and not on_disk[name]]
-        disk = [name for name, is_offloaded in names.items() if is_offloaded and on_disk[name]]
-        return [
-            *([f"offload {' and '.join(host)}"] if host else []),
-            *([f"{' and '.join(disk)} on NVMe"] if disk else []),
-        ]
 
     def _recomputed(self) -> list[str]:
         if not self.checkpointing:

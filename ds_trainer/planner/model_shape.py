@@ -74,25 +74,22 @@ class ModelShape:
         counts = [(_elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
         trained = sum(count for count, is_trained in counts if is_trained)
         total = sum(count for count, _ in counts)
-        return replace(found, transformer=_layers(model, len(counts)), total=total, trainable=trained)
+        # The layers of a text model of transformers with so many parameters; None for another one.
+        tensors = len(counts)
+        known, version = _known.get(model), (tensors, getattr(getattr(model, "config", None), "vocab_size", None))
+        if known is None or known[0] != version:
+            from ds_trainer.planner.planned_model import PlannedModel
+
+            unwrap: Any = getattr(model, "get_base_model", None)
+            base = unwrap() if callable(unwrap) else model
+            is_known = any(kind.__module__.startswith("transformers.models.") for kind in type(base).__mro__)
+            known = (version, of_text(PlannedModel.from_module(model).transformer) if is_known and tensors else None)
+            _known[model] = known
+        return replace(found, transformer=known[1], total=total, trainable=trained)
 
 
 _known: WeakKeyDictionary[nn.Module, tuple[object, Transformer | None]] = WeakKeyDictionary()
 """Layers of models, with what tells whether they are still those."""
-
-
-def _layers(model: nn.Module, tensors: int) -> Transformer | None:
-    """The layers of a text model of transformers with so many parameters; None for another one."""
-    known, version = _known.get(model), (tensors, getattr(getattr(model, "config", None), "vocab_size", None))
-    if known is None or known[0] != version:
-        from ds_trainer.planner.planned_model import PlannedModel
-
-        unwrap: Any = getattr(model, "get_base_model", None)
-        base = unwrap() if callable(unwrap) else model
-        is_known = any(kind.__module__.startswith("transformers.models.") for kind in type(base).__mro__)
-        known = (version, of_text(PlannedModel.from_module(model).transformer) if is_known and tensors else None)
-        _known[model] = known
-    return known[1]
 
 
 def _elements(parameter: nn.Parameter) -> int:

@@ -50,7 +50,11 @@ def module_transformer(model: nn.Module, groups: Sequence[ParameterGroup]) -> Tr
     found = [_Layers(model, name, index, tuple(_of(groups, index))) for index, name in enumerate(names)]
     config = _as_mapping(getattr(model, "config", None))
     encoder_decoder = bool(config.get("is_encoder_decoder")) and len(found) == 2
-    rows, head_width = _head_shape(model)
+    # Rows and columns of the LM head; 0 without one.
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    weight = getattr(head, "weight", None)
+    rows, head_width = (0, 0) if weight is None else (whole_shape(weight)[0], whole_shape(weight)[1])
     stacks = [layers.stack(encoder_decoder) for layers in found]
     last = stacks[-1]
     if encoder_decoder:
@@ -94,14 +98,6 @@ def _of(groups: Sequence[ParameterGroup], index: int) -> list[ParameterGroup]:
     return [group for group in groups if group.stack == index]
 
 
-def _head_shape(model: nn.Module) -> tuple[int, int]:
-    """Rows and columns of the LM head; 0 without one."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
-    weight = getattr(head, "weight", None)
-    return (0, 0) if weight is None else (whole_shape(weight)[0], whole_shape(weight)[1])
-
-
 @dataclass(frozen=True)
 class _Layers:
     """A list of layers in a model."""
@@ -136,16 +132,13 @@ class _Layers:
             **windowed,
             **experts,
         )
-        return self._explained(found)
-
-    def _explained(self, stack: Stack) -> Stack:
-        """``stack`` with as many weights as there are: what dimensions do not explain belongs to the projections."""
-        shared = stack.layers // len(self.model.get_submodule(self.name))  # type: ignore[arg-type]
+        # `found` with as many weights as there are: what dimensions do not explain belongs to the projections.
+        shared = found.layers // len(self.model.get_submodule(self.name))  # type: ignore[arg-type]
         multiplied = (group for group in self.groups if len(group.shape) > 1 and not group.name.endswith("bias"))
         matrices = shared * sum(group.total for group in multiplied)
-        cross = stack.attention_weights if stack.cross_attention else 0
-        rest = round((matrices - stack.mlp_weights(stack.experts)) / stack.layers) - cross
-        return stack if abs(rest - stack.attention_weights) <= 1 else replace(stack, projection_weights=rest)
+        cross = found.attention_weights if found.cross_attention else 0
+        rest = round((matrices - found.mlp_weights(found.experts)) / found.layers) - cross
+        return found if abs(rest - found.attention_weights) <= 1 else replace(found, projection_weights=rest)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -190,13 +183,9 @@ class _Layers:
     def _matrices(self, kind: str) -> list[ParameterGroup]:
         return [group for group in self.groups if group.kind == kind and len(group.shape) == 2]
 
-    def _own(self, attention: list[ParameterGroup]) -> list[ParameterGroup]:
-        """Without cross attention."""
-        return [group for group in attention if not any(word in group.name for word in _CROSS)]
-
     def _heads(self, attention: list[ParameterGroup]) -> tuple[int, int, int]:
         """Query heads, key heads, width of a head."""
-        own = self._own(attention)
+        own = [group for group in attention if not any(word in group.name for word in _CROSS)]
         if not own:
             return 1, 1, 0
         heads = self._number_of_heads()

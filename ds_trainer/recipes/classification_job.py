@@ -42,7 +42,15 @@ class ClassificationJob(TaskJob):
         self.tokenizer = task_tokenizer(self.recipe)
         lines = super().prepare(args)
         self.labels = sorted(self.data.train.unique("label"), key=_order)
-        _check_labels(self.labels, [] if self.data.eval is None else self.data.eval.unique("label"))
+        labels = self.labels
+        evaluation = [] if self.data.eval is None else self.data.eval.unique("label")
+        problems = []
+        if len(labels) < 2:
+            problems.append(f"data.train has one label only ({', '.join(labels)}); a classifier needs two or more.")
+        unknown = [label for label in evaluation if label not in labels]
+        problems += [f"data: the label {label!r} of evaluation is not in the training data." for label in unknown]
+        if problems:
+            raise ConfigError(problems)
         return lines
 
     def make_trainer(self, args: TrainingArguments) -> Trainer:
@@ -110,16 +118,6 @@ def _order(label: str) -> tuple[int, int, str]:
     """Numbers in their order, then names."""
     number = whole_number(label.removeprefix("-"))
     return (1, 0, label) if number is None else (0, -number if label.startswith("-") else number, "")
-
-
-def _check_labels(labels: Sequence[str], evaluation: Sequence[str]) -> None:
-    problems = []
-    if len(labels) < 2:
-        problems.append(f"data.train has one label only ({', '.join(labels)}); a classifier needs two or more.")
-    unknown = [label for label in evaluation if label not in labels]
-    problems += [f"data: the label {label!r} of evaluation is not in the training data." for label in unknown]
-    if problems:
-        raise ConfigError(problems)
 
 
 class LabeledTexts(torch.utils.data.Dataset[dict[str, Any]]):

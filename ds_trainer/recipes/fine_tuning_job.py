@@ -102,7 +102,10 @@ class FineTuningJob(Job):
     def begin(self, trainer: Trainer) -> None:
         """Write the data card, so that a run that dies has it."""
         if trainer.is_world_process_zero():
-            write_data_card(self.data, self.tokenizer.pretrained, Path(str(trainer.args.output_dir)))
+            # Write the card of `self.data` to `output_dir`.
+            output_dir = Path(str(trainer.args.output_dir))
+            output_dir.mkdir(parents=True, exist_ok=True)
+            write_json(output_dir / DATA_CARD_NAME, without_secrets(data_card(self.data, self.tokenizer.pretrained)))
 
     def evaluate(self, trainer: Trainer) -> float | None:
         """The loss on the held-out samples."""
@@ -170,18 +173,6 @@ def _evaluation(loss: float, figures: dict[str, Any]) -> dict[str, Any]:
 SAMPLES = 3
 """Samples of each source."""
 _SOURCES, _TOKENS = 6, 1500  # of how many sources samples are shown, and how much of each
-
-
-def write_data_card(data: FineTuningData, tokenizer: Any, output_dir: Path) -> None:
-    """Write the card of ``data`` to ``output_dir``.
-
-    Args:
-        data: the samples of the run.
-        tokenizer: a tokenizer of transformers; decodes.
-        output_dir: directory of the run.
-    """
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / DATA_CARD_NAME, without_secrets(data_card(data, tokenizer)))
 
 
 def data_card(data: FineTuningData, tokenizer: Any) -> dict[str, Any]:

@@ -177,7 +177,12 @@ def _config_of_architecture(recipe: Recipe, architecture: dict[str, Any], tokeni
             f"{model_type!r}.{hint}"
         )
     config_class = CONFIG_MAPPING[model_type]
-    valid = _valid_keys(config_class)
+    if dataclasses.is_dataclass(config_class):
+        fields = {item.name for item in dataclasses.fields(config_class)}
+    else:
+        fields = set(inspect.signature(config_class).parameters) - {"kwargs"}
+    renamed = set(getattr(config_class, "attribute_map", {}))
+    valid = fields | renamed | _COMMON_KEYS | (_OLD_ROPE_KEYS if "rope_parameters" in fields else set())
     problems = [
         f"{recipe.where(f'{name}.{key}')}: unknown key '{name}.{key}' for a {model_type} model."
         f"{did_you_mean(key, valid) or f' {config_class.__name__} in transformers has the valid keys.'}"
@@ -200,15 +205,6 @@ def _config_of_architecture(recipe: Recipe, architecture: dict[str, Any], tokeni
         reason = " ".join(str(error).split())
         raise ConfigError(f"{recipe.where(name)}: {name}: {reason}") from error
     return config
-
-
-def _valid_keys(config_class: type) -> set[str]:
-    if dataclasses.is_dataclass(config_class):
-        fields = {item.name for item in dataclasses.fields(config_class)}
-    else:
-        fields = set(inspect.signature(config_class).parameters) - {"kwargs"}
-    renamed = set(getattr(config_class, "attribute_map", {}))
-    return fields | renamed | _COMMON_KEYS | (_OLD_ROPE_KEYS if "rope_parameters" in fields else set())
 
 
 def _fit_problems(recipe: Recipe, config: PretrainedConfig, tokenizer: Tokenizer) -> list[str]:

@@ -88,7 +88,14 @@ def _of_hint(hint: Any) -> dict[str, Any]:
     """The schema of what :func:`ds_trainer.arguments.typed.read_as` accepts for a type hint."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _union(arguments)
+        named = any(isinstance(member, type) and issubclass(member, enum.Enum) for member in arguments)
+        # As in error messages: beside the members of an Enum, str stands for their values.
+        forms = [_of_hint(member) for member in arguments if not (member is str and named)]
+        if any(not form for form in forms):
+            return {}
+        flat = [part for form in forms for part in (form["anyOf"] if set(form) == {"anyOf"} else [form])]
+        unique = [form for index, form in enumerate(flat) if form not in flat[:index]]
+        return unique[0] if len(unique) == 1 else {"anyOf": unique}
     if origin is typing.Literal:
         return {"enum": list(arguments)}
     if origin in (None, type(None)):
@@ -111,14 +118,3 @@ def _of_hint(hint: Any) -> dict[str, Any]:
         element = _of_hint(arguments[0]) if arguments else {}
         return {"anyOf": [{"type": "array", "items": element}, element]} if element else {}
     return dict(_SCALAR) if issubclass(origin, str) else {}
-
-
-def _union(members: tuple[Any, ...]) -> dict[str, Any]:
-    named = any(isinstance(member, type) and issubclass(member, enum.Enum) for member in members)
-    # As in error messages: beside the members of an Enum, str stands for their values.
-    forms = [_of_hint(member) for member in members if not (member is str and named)]
-    if any(not form for form in forms):
-        return {}
-    flat = [part for form in forms for part in (form["anyOf"] if set(form) == {"anyOf"} else [form])]
-    unique = [form for index, form in enumerate(flat) if form not in flat[:index]]
-    return unique[0] if len(unique) == 1 else {"anyOf": unique}

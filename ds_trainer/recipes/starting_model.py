@@ -28,11 +28,6 @@ class StartingModel:
     tokenizer: Any
 
     @property
-    def short_name(self) -> str:
-        """The last part of its name."""
-        return Path(self.name).name
-
-    @property
     def is_bytes(self) -> bool:
         """Whether the model was trained on bytes."""
         return self.tokenizer is None
@@ -70,7 +65,8 @@ class StartingModel:
 
     def planned(self, lora_rank: int = 0) -> PlannedModel:
         """The model for the planner, with adapters of this rank."""
-        return PlannedModel.from_config(self.config, self.short_name, lora_rank)
+        # The last part of its name.
+        return PlannedModel.from_config(self.config, Path(self.name).name, lora_rank)
 
 
 def read_starting_model(name: str) -> StartingModel:

@@ -63,7 +63,16 @@ class TaskSpec:
         if freeze and not self.is_next_token:
             return [f"model.freeze: task {self.name} trains all weights, or adapters; remove freeze."]
         if self.name == "vision_language":
-            return _vision_problems(data, arguments)
+            problems = [
+                f"arguments.{name}={arguments[name]}: not with images ({reason}); remove it."
+                for name, reason in _OF_TEXT.items()
+                if arguments.get(name) is True or (arguments.get(name) or 1) > 1
+            ]
+            if data.get("long_samples") == "split":
+                problems.append("data.long_samples=split: only texts can be split; choose drop, error or truncate.")
+            if data.get("tokenizer") is not None:
+                problems.append("data.tokenizer: the processor of model.path has its tokenizer; remove it.")
+            return problems
         unknown = list(self.library_options)
         if self.name == "classification" and unknown:
             return [f"task.options: {', '.join(unknown)}: classification has the options label_key and text_pair_key."]
@@ -76,19 +85,6 @@ _OF_TEXT = {
     "context_parallel_size": "the tokens of an image are not divided",
     "sequence_parallel_size": "the tokens of an image are not divided",
 }
-
-
-def _vision_problems(data: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    problems = [
-        f"arguments.{name}={arguments[name]}: not with images ({reason}); remove it."
-        for name, reason in _OF_TEXT.items()
-        if arguments.get(name) is True or (arguments.get(name) or 1) > 1
-    ]
-    if data.get("long_samples") == "split":
-        problems.append("data.long_samples=split: only texts can be split; choose drop, error or truncate.")
-    if data.get("tokenizer") is not None:
-        problems.append("data.tokenizer: the processor of model.path has its tokenizer; remove it.")
-    return problems
 
 
 _SHORT_FORMS = {"task": "name", "distillation": "teacher"}

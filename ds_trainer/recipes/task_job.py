@@ -88,18 +88,14 @@ def library_arguments(recipe: Recipe, config_class: Any, **defaults: Any) -> Any
     problems += [f"{recipe.where('task.options')}: {key} is also in arguments; remove one." for key in twice]
     if problems:
         raise ConfigError(problems)
-    _quieten_libraries()
-    return config_class(**{**defaults, **recipe.arguments, **recipe.task.library_options})
-
-
-def _quieten_libraries() -> None:
-    """Leave out what a library's trainer adds to the lines of a recipe: bars of its steps, and its own old names."""
+    # Leave out what a library's trainer adds to the lines of a recipe: bars of its steps, and its own old names.
     import datasets
     from transformers.utils import logging as transformers_logging
 
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|sentence_transformers)\.")
+    return config_class(**{**defaults, **recipe.arguments, **recipe.task.library_options})
 
 
 def check_replaced(task: str) -> None:

@@ -48,7 +48,6 @@ from ds_trainer.utils.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from ds_trainer.training.trainer import Trainer
 
@@ -219,7 +218,9 @@ class _Rehearsal:
         """A copy of the arguments that writes nothing, uses no network, and needs no values of weights."""
         args = copy.copy(args)
         self._real = str(args.output_dir)
-        self._link_checkpoints(Path(self._real).expanduser())
+        output_dir = Path(self._real).expanduser()
+        for checkpoint in output_dir.glob("checkpoint-*") if output_dir.is_dir() else ():
+            (self._directory / checkpoint.name).symlink_to(checkpoint.resolve())
         args.output_dir = str(self._directory)
         args.self_test, args.verify_weights = When.NEVER, When.NEVER
         if args.push_to_hub:
@@ -233,10 +234,6 @@ class _Rehearsal:
             self.not_rehearsed.append("the search of a micro-batch (auto_find_batch_size)")
         return args
 
-    def _link_checkpoints(self, output_dir: Path) -> None:
-        for checkpoint in output_dir.glob("checkpoint-*") if output_dir.is_dir() else ():
-            (self._directory / checkpoint.name).symlink_to(checkpoint.resolve())
-
     def as_on_the_real_directory(self, error: ConfigError) -> ConfigError:
         """``error`` with the output directory of the job in place of the temporary one."""
         return ConfigError([problem.replace(str(self._directory), self._real) for problem in error.problems])
@@ -249,7 +246,10 @@ class _Rehearsal:
         """
         if Path(str(trainer.args.output_dir)) != self._directory:
             raise ValueError("make_trainer did not pass the arguments of its Trainer through the given function.")
-        _drop_weights(trainer.model)
+        model = trainer.model
+        dropped = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+        move_to_meta(model)
+        attach_weight_source(model, _Unread(attached_weight_source(model), dropped))
         runs: list[TrainingRun] = []
         assembly = trainer._ds_trainer
         make = assembly.setup.make_checkpointer
@@ -270,7 +270,11 @@ class _Rehearsal:
 
         _replace(assembly.setup, "make_checkpointer", make_checkpointer)
         _replace(assembly.setup, "check_first_batch", check_first)
-        _keep_only_the_flow(trainer)
+        # Remove all callbacks that could write, print or connect. What decides when to log, evaluate and save stays.
+        handler = trainer.callback_handler
+        handler.own = []
+        for callback in [one for one in handler.callbacks if not isinstance(one, DefaultFlowCallback)]:
+            handler.remove_callback(callback)
         with engines_on_meta() as self.operators, contextlib.redirect_stdout(io.StringIO()):
             try:
                 trainer.train(resume_from_checkpoint=resume_from_checkpoint)
@@ -335,23 +339,9 @@ class _Rehearsal:
         )
 
 
-def _keep_only_the_flow(trainer: Trainer) -> None:
-    """Remove all callbacks that could write, print or connect. What decides when to log, evaluate and save stays."""
-    handler = trainer.callback_handler
-    handler.own = []
-    for callback in [one for one in handler.callbacks if not isinstance(one, DefaultFlowCallback)]:
-        handler.remove_callback(callback)
-
-
 def _replace(owner: Any, name: str, method: Callable[..., Any]) -> None:
     """Replace a method of this object only."""
     setattr(owner, name, method)
-
-
-def _drop_weights(model: nn.Module) -> None:
-    dropped = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
-    move_to_meta(model)
-    attach_weight_source(model, _Unread(attached_weight_source(model), dropped))
 
 
 def _held(parameter: Any) -> int:

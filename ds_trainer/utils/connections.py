@@ -38,7 +38,8 @@ def tracked_connections() -> Iterator[None]:
     _tracked.update(made.values())
     listeners = {address for descriptor in made if (address := _listening_address(descriptor)) is not None}
     _listening.update(listeners)
-    _publish(listeners)
+    if listeners and dist.is_initialized() and dist.get_world_size() > 1:
+        RankStore(_PREFIX, group_store()).append("listeners", sorted(listeners))
 
 
 def end_connections(store_port: int, store: Any = None) -> int:
@@ -64,11 +65,6 @@ def end_connections(store_port: int, store: Any = None) -> int:
     _tracked.clear()
     _listening.clear()
     return ended
-
-
-def _publish(listeners: set[Address]) -> None:
-    if listeners and dist.is_initialized() and dist.get_world_size() > 1:
-        RankStore(_PREFIX, group_store()).append("listeners", sorted(listeners))
 
 
 def _published(store: Any) -> set[Address]:

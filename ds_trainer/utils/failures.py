@@ -192,7 +192,10 @@ class _Watch:
                     self.abort()
                 if self._still_inside(generation, (PATIENT_SECONDS if _surviving else EXIT_SECONDS) - ABORT_SECONDS):
                     _print(f"rank {self.rank} ends: {failure.text}")
-                    _act_before_exit(failure.text)
+                    for action in list(_before_exit):
+                        thread = new_thread(action, failure.text, name="ds_trainer-last-record")
+                        thread.start()
+                        thread.join(RECORD_SECONDS)
                     record_final(failure.exit_code, failure.text)
                     os._exit(failure.exit_code)
 
@@ -273,13 +276,6 @@ def before_exit(action: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _before_exit.remove(action)
-
-
-def _act_before_exit(reason: str) -> None:
-    for action in list(_before_exit):
-        thread = new_thread(action, reason, name="ds_trainer-last-record")
-        thread.start()
-        thread.join(RECORD_SECONDS)
 
 
 def cause_of(error: BaseException) -> str | None:

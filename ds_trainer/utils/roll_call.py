@@ -72,7 +72,14 @@ class RollCall:
         if poll(complete, expiry(self._seconds), self._world_size):
             failure = Failure(f"rank {self._rank} failed with {error}", exit_code)
         else:
-            failure = self._missed(sorted(set(range(self._world_size)) - answers))
+            ranks = sorted(set(range(self._world_size)) - answers)
+            host = self._notes.get(f"host/{ranks[0]}") or "?"
+            who = f"rank {ranks[0]} on {host} is" if len(ranks) == 1 else f"{len(ranks)} ranks ({listed(ranks, 8)}) are"
+            text = f"{who} gone without an error: killed, crashed, ended early, or on a machine that failed"
+            if host == host_name() and kernel_kills() > self._kernel_kills:
+                text = f"{who} gone without an error: {killed_for_memory()}"
+            record_blame(Blame(ranks[0], host, text))
+            failure = Failure(text, FAULT, reported=False)
         self._notes.set(f"{place}/result", failure)
 
     def result(self, place: str, caller: int) -> Failure | None:
@@ -92,12 +99,3 @@ class RollCall:
             if self._answered != place:
                 self._answered = place
                 self._notes.append(f"{place}/present", self._rank)
-
-    def _missed(self, ranks: list[int]) -> Failure:
-        host = self._notes.get(f"host/{ranks[0]}") or "?"
-        who = f"rank {ranks[0]} on {host} is" if len(ranks) == 1 else f"{len(ranks)} ranks ({listed(ranks, 8)}) are"
-        text = f"{who} gone without an error: killed, crashed, ended early, or on a machine that failed"
-        if host == host_name() and kernel_kills() > self._kernel_kills:
-            text = f"{who} gone without an error: {killed_for_memory()}"
-        record_blame(Blame(ranks[0], host, text))
-        return Failure(text, FAULT, reported=False)

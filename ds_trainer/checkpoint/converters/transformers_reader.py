@@ -75,7 +75,16 @@ class TransformersCheckpoint:
         self._directory = directory
         self._running_model = running_model
         self.notes: list[str] = []
-        self._states, groups = self._read_optimizer(trusted)
+        path = self._directory / _OPTIMIZER
+        if not path.is_file():
+            raise ConfigError(
+                f"{self._directory} has no {_OPTIMIZER} (it was written with save_only_model=True or FSDP), so the "
+                f"optimizer cannot be restored. {self._remedy}"
+            )
+        content = load_deepspeed_pickle(path, trusted)
+        if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
+            raise ConfigError(f"{path} is not the state of a torch optimizer. {self._remedy}")
+        self._states, groups = content["state"], content["param_groups"]
         self.group_indices = [index for index, group in enumerate(groups) if group["params"]]
         groups = [groups[index] for index in self.group_indices]
         self._numbers = self._numbers_by_name([list(group["params"]) for group in groups])
@@ -83,10 +92,20 @@ class TransformersCheckpoint:
         self.weights = (SavedAdapterWeights if saves_adapters(running_model.model) else SavedModelWeights)(
             directory, running_model.model
         )
-        self._note_rounding()
+        rounded = sorted({str(t).removeprefix("torch.") for t in self.weights.types if t.itemsize == 2})
+        if rounded:
+            self.notes.append(f"weights in {' and '.join(rounded)}: master weights start from these rounded values")
         if (directory / "scaler.pt").is_file():
             self.notes.append("NOT converted: loss scale (scaler.pt). It starts from its initial value")
-        self.state = ConvertedState(self._counters(), without_parameters(groups), {})
+        # The counters in the format of a DeepSpeed model file.
+        ranks = max(1, len(list(self._directory.glob("rng_state_*.pth"))))
+        half = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        precision = next((half[one] for one in self.weights.types if one in half), None)
+        config = {} if precision is None else {precision: {"enabled": True}}
+        step = parse_json((self._directory / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+        self.state = ConvertedState(
+            {"global_steps": step, "dp_world_size": ranks, "ds_config": config}, without_parameters(groups), {}
+        )
 
     @property
     def base(self) -> BaseDigest | None:
@@ -139,18 +158,6 @@ class TransformersCheckpoint:
         target = torch.empty(len(whole), dtype=dtype)
         self.weights.fill(name, whole, target)
         return target.view(tuple(shape))
-
-    def _read_optimizer(self, trusted: bool) -> tuple[Mapping[int, Any], list[dict[str, Any]]]:
-        path = self._directory / _OPTIMIZER
-        if not path.is_file():
-            raise ConfigError(
-                f"{self._directory} has no {_OPTIMIZER} (it was written with save_only_model=True or FSDP), so the "
-                f"optimizer cannot be restored. {self._remedy}"
-            )
-        content = load_deepspeed_pickle(path, trusted)
-        if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
-            raise ConfigError(f"{path} is not the state of a torch optimizer. {self._remedy}")
-        return content["state"], content["param_groups"]
 
     @property
     def _remedy(self) -> str:
@@ -205,20 +212,6 @@ class TransformersCheckpoint:
                 f"{path} contains the states {', '.join(sorted(keys))}, but {optimizer} requires "
                 f"{', '.join(sorted(required))}. Set optim to the optimizer that wrote them. {self._remedy}"
             )
-
-    def _note_rounding(self) -> None:
-        rounded = sorted({str(t).removeprefix("torch.") for t in self.weights.types if t.itemsize == 2})
-        if rounded:
-            self.notes.append(f"weights in {' and '.join(rounded)}: master weights start from these rounded values")
-
-    def _counters(self) -> dict[str, Any]:
-        """Returns the counters in the format of a DeepSpeed model file."""
-        ranks = max(1, len(list(self._directory.glob("rng_state_*.pth"))))
-        half = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        precision = next((half[one] for one in self.weights.types if one in half), None)
-        config = {} if precision is None else {precision: {"enabled": True}}
-        step = parse_json((self._directory / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
-        return {"global_steps": step, "dp_world_size": ranks, "ds_config": config}
 
 
 def _sizes(groups: Sequence[Sequence[Any]]) -> str:

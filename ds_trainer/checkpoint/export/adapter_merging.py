@@ -55,7 +55,15 @@ class MergedWeights:
         self._source, self._active = source, description.active
         self._dtype = dtype
         self._tensors = {meta_model_name(t.name, description.wrapped, True): t for t in description.tensors}
-        self._model = self._with_types(adapted_meta_model(source.checkpoint, description, wrapped=True))
+        # `model` with the dtypes of the checkpoint's tensors, still on meta.
+        model = adapted_meta_model(source.checkpoint, description, wrapped=True)
+        tensors = {
+            name: torch.empty(t.shape, dtype=t.weight(self._dtype).dtype, device="meta")
+            for name, t in self._tensors.items()
+        }
+        model.load_state_dict(tensors, strict=False, assign=True)
+        model.tie_weights() if hasattr(model, "tie_weights") else None
+        self._model = model
         if not hasattr(self._model, "merge_and_unload"):
             types = sorted({str(config["peft_type"]) for config in description.adapters.values()})
             raise ConfigError(
@@ -66,16 +74,6 @@ class MergedWeights:
         merged = copy.deepcopy(self._model).merge_and_unload(adapter_names=self._active)
         weights = [WeightSpec(name, tuple(t.shape), t.dtype) for name, t in saved_tensors(merged).items()]
         self.sections = sections_of(merged, weights)
-
-    def _with_types(self, model: Any) -> Any:
-        """Returns ``model`` with the dtypes of the checkpoint's tensors, still on meta."""
-        tensors = {
-            name: torch.empty(t.shape, dtype=t.weight(self._dtype).dtype, device="meta")
-            for name, t in self._tensors.items()
-        }
-        model.load_state_dict(tensors, strict=False, assign=True)
-        model.tie_weights() if hasattr(model, "tie_weights") else None
-        return model
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors ``names``; a layer with adapters is in memory while its tensors are requested."""

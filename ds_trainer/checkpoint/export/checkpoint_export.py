@@ -110,7 +110,15 @@ def _export(
     description = ModelDescription.read(described)
     if merge_lora and not description.adapters:
         raise ConfigError(f"--merge-lora: the model of {checkpoint} has no adapters. Remove --merge-lora.")
-    _check_optimizer_weights(checkpoint)
+    # The checkpoint of a schedule-free optimizer holds its training weights, not its evaluation weights.
+    path = checkpoint / CLIENT_STATE_FILE
+    groups = torch.load(path, weights_only=True)["groups"] if path.is_file() else []
+    if any(group.get("train_mode") for group in groups):
+        raise ConfigError(
+            f"{checkpoint} was written with a schedule-free optimizer. It contains the training weights, which differ "
+            "from the evaluation weights. In a script, call train(resume_from_checkpoint=...) and save_model() to "
+            "write the evaluation weights."
+        )
     source = CheckpointWeights(checkpoint, base)
     adapters_only = bool(description.adapters) and not merge_lora
     if problems := source.problems([t for t in description.tensors if t.adapter or not adapters_only]):
@@ -143,7 +151,11 @@ def write_model(
     description = ModelDescription.read(described)
     partial = new_partial(directory.absolute())
     try:
-        _copy_files(described, description, partial, adapters_only)
+        for name in description.files:
+            if not (adapters_only and name in CONFIGURATION_FILES):  # adapters have their own configuration
+                target = partial / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(stored_file(described, name), target)
         if adapters_only:
             export_adapters(source, description, partial, dtype)
         else:
@@ -154,14 +166,6 @@ def write_model(
         raise
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return ExportResult(directory, {path.relative_to(directory).as_posix(): path.stat().st_size for path in files})
-
-
-def _copy_files(checkpoint: Path, description: ModelDescription, directory: Path, adapters_only: bool) -> None:
-    for name in description.files:
-        if not (adapters_only and name in CONFIGURATION_FILES):  # adapters have their own configuration
-            target = directory / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(stored_file(checkpoint, name), target)
 
 
 def _write_weights(
@@ -195,18 +199,6 @@ def _write_weights(
     files = plan_files(sections, max_shard_bytes)
     write_sections(directory, files, chain.from_iterable(read(tensor_names(file)) for file in files))
     complete_configuration(directory, description.model_class, [section.dtype for section in sections])
-
-
-def _check_optimizer_weights(checkpoint: Path) -> None:
-    """Raise for a schedule-free optimizer: a checkpoint holds its training weights, not its evaluation weights."""
-    path = checkpoint / CLIENT_STATE_FILE
-    groups = torch.load(path, weights_only=True)["groups"] if path.is_file() else []
-    if any(group.get("train_mode") for group in groups):
-        raise ConfigError(
-            f"{checkpoint} was written with a schedule-free optimizer. It contains the training weights, which differ "
-            "from the evaluation weights. In a script, call train(resume_from_checkpoint=...) and save_model() to "
-            "write the evaluation weights."
-        )
 
 
 def describe_directory(model: Path, target: Path) -> ModelDescription:

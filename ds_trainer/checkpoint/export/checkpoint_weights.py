@@ -201,7 +201,18 @@ class BaseWeights:
         Raises:
             ConfigError: the base is not available, lacks the tensor, or is a different model.
         """
-        weights = self._opened()
+        if self._weights is None:
+            model = base_meta_model(self._checkpoint, ModelDescription.read(self._checkpoint))
+            if self._directory is None:
+                self._directory = _downloaded(self._digest.model)
+            if self._directory is None or not any(self._directory.glob("*.safetensors")):
+                raise ConfigError(
+                    f"{self._checkpoint} contains adapters without their base model, and that model "
+                    f"({self._directory or self._digest.model or 'unnamed'}) is not available as safetensors. Pass its "
+                    "directory as --model."
+                )
+            self._weights = open_weights(self._directory, model)
+        weights = self._weights
         key = name.removeprefix(_PEFT_PREFIX)
         key = ".".join(part for part in key.split(".") if part not in _PEFT_WRAPPERS)
         if not weights.has(key):
@@ -212,23 +223,6 @@ class BaseWeights:
         tensor = flat.view(shape)
         self._digest.check_tensor(name, tensor, Path(str(self._directory)))
         return tensor.to(dtype)
-
-    def _opened(self) -> FileWeights:
-        if self._weights is None:
-            model = base_meta_model(self._checkpoint, ModelDescription.read(self._checkpoint))
-            self._weights = open_weights(self._find_directory(), model)
-        return self._weights
-
-    def _find_directory(self) -> Path:
-        if self._directory is None:
-            self._directory = _downloaded(self._digest.model)
-        if self._directory is None or not any(self._directory.glob("*.safetensors")):
-            raise ConfigError(
-                f"{self._checkpoint} contains adapters without their base model, and that model "
-                f"({self._directory or self._digest.model or 'unnamed'}) is not available as safetensors. Pass its "
-                "directory as --model."
-            )
-        return self._directory
 
 
 def _downloaded(name: str) -> Path | None:

@@ -63,7 +63,18 @@ class ExpectedWeights:
         groups, unexpected = _grouped(model, shapes, files.tensors, key_mapping)
         for group in groups:
             try:
-                self._convert(group)
+                # Determine the converted tensors of a group and, where possible, trace their elements.
+                tracer = ElementTracer()
+                sources = {
+                    name: tracer.source(name, self._files.tensors[name].shape, self._files.dtype(name))
+                    for _, name in group.sources
+                }
+                try:
+                    with tracer:
+                        group.targets = self._run(group, sources)
+                    group.tracer = tracer
+                except UntraceableOperation:
+                    group.targets = self._run(group, sources)
             except Exception as error:  # operations raise many types for tensors that do not fit together
                 self.failed[group.name] = f"{type(error).__name__}: {error}"
             else:
@@ -83,33 +94,16 @@ class ExpectedWeights:
         """Returns the elements ``indices`` of the flattened tensor ``name`` as float64."""
         group = self._groups[name]
         if group.tracer is None:
-            return self._whole(group)[name].reshape(-1)[torch.from_numpy(indices)].to(torch.float64)
+            # The converted tensors of a group that cannot be traced; one group at a time is in memory.
+            if self._computed is None or self._computed[0] != group.name:
+                self._computed = None
+                sources = {name: self._files.whole(name) for _, name in group.sources}
+                self._computed = (group.name, self._run(group, sources))
+            return self._computed[1][name].reshape(-1)[torch.from_numpy(indices)].to(torch.float64)
         values = torch.empty(len(indices), dtype=torch.float64)
         for traced in group.tracer.trace(group.targets[name], indices):
             values[torch.from_numpy(traced.positions)] = self._files.elements(traced.name, traced.indices)
         return values
-
-    def _convert(self, group: _Group) -> None:
-        """Determine the converted tensors of a group and, where possible, trace their elements."""
-        tracer = ElementTracer()
-        sources = {
-            name: tracer.source(name, self._files.tensors[name].shape, self._files.dtype(name))
-            for _, name in group.sources
-        }
-        try:
-            with tracer:
-                group.targets = self._run(group, sources)
-            group.tracer = tracer
-        except UntraceableOperation:
-            group.targets = self._run(group, sources)
-
-    def _whole(self, group: _Group) -> dict[str, torch.Tensor]:
-        """Returns the converted tensors of a group that cannot be traced; one group at a time is in memory."""
-        if self._computed is None or self._computed[0] != group.name:
-            self._computed = None
-            sources = {name: self._files.whole(name) for _, name in group.sources}
-            self._computed = (group.name, self._run(group, sources))
-        return self._computed[1]
 
     def _run(self, group: _Group, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if group.converter is None:

@@ -147,18 +147,13 @@ class FileWeights:
             for keys in tensor.sources.values():
                 for key in keys:
                     check_conversion(self._stored[key], target.dtype)
-            copy_common(
-                target, shard_slice, self._compute(tensor)[name].reshape(-1), ShardSlice.whole(shard_slice.shape)
-            )
+            # The results of a conversion; the last results are cached for further slices.
+            if self._computed is None or self._computed[0] is not tensor:
+                self._computed = None  # free them before the next ones are computed
+                self._computed = tensor, tensor.compute(self._read_whole)
+            copy_common(target, shard_slice, self._computed[1][name].reshape(-1), ShardSlice.whole(shard_slice.shape))
             return
         self._reader.read(_stored_ranges(tensor, shard_slice, self._stored), target)
-
-    def _compute(self, tensor: WeightConversion) -> dict[str, torch.Tensor]:
-        """Returns the results of a conversion; the last results are cached for further slices."""
-        if self._computed is None or self._computed[0] is not tensor:
-            self._computed = None  # free them before the next ones are computed
-            self._computed = tensor, tensor.compute(self._read_whole)
-        return self._computed[1]
 
     def _read_whole(self, key: str) -> torch.Tensor:
         stored = self._stored[key]

@@ -143,7 +143,11 @@ class CheckpointSave:
             self._run_stage("publish it", lambda: self._publish(partial))
             self._partial = None
             if self._replaced is not None:
-                _remove(self._replaced)
+                try:
+                    disk.remove_tree(self._replaced)
+                except OSError as error:
+                    text = "%s could not be removed (%s); the next training in its directory will."
+                    logger.warning(text, self._replaced, error, extra=EVERY_RANK)
         except BaseException:
             self._discard()
             raise
@@ -266,11 +270,3 @@ class CheckpointSave:
         except OSError as error:
             text = "%s could not be cleaned up (%s); the next training will."
             logger.warning(text, self._directory.path, error, extra=EVERY_RANK)
-
-
-def _remove(path: Path) -> None:
-    try:
-        disk.remove_tree(path)
-    except OSError as error:
-        text = "%s could not be removed (%s); the next training in its directory will."
-        logger.warning(text, path, error, extra=EVERY_RANK)

@@ -93,7 +93,17 @@ def write_weight_files(
     partials = [directory / f".{name}.partial" for name in names]
     try:
         for partial, weights in zip(partials, files, strict=True):
-            _verify_file(partial, weights, _write(partial, weights, remaining))
+            # Write one file to disk and return the checksum of its bytes.
+            with partial.open("wb") as stream:
+                header_bytes = header(weights)
+                stream.write(header_bytes)
+                checksum = zlib.crc32(header_bytes)
+                for weight in weights:
+                    # No local reference: it would keep this tensor in memory while the next one is gathered.
+                    checksum = _write_tensor(stream, weight, *next(remaining), checksum)
+                stream.flush()
+                flush(stream.fileno())
+            _verify_file(partial, weights, checksum)
         for partial, name in zip(partials, names, strict=True):  # until here, files of a previous save are untouched
             partial.replace(directory / name)
     finally:
@@ -137,20 +147,6 @@ def header(weights: Sequence[WeightSpec]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write(path: Path, weights: Sequence[WeightSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-    """Write one file to disk and return the checksum of its bytes."""
-    with path.open("wb") as stream:
-        header_bytes = header(weights)
-        stream.write(header_bytes)
-        checksum = zlib.crc32(header_bytes)
-        for weight in weights:
-            # No local reference: it would keep this tensor in memory while the next one is gathered.
-            checksum = _write_tensor(stream, weight, *next(tensors), checksum)
-        stream.flush()
-        flush(stream.fileno())
-    return checksum
 
 
 def _write_tensor(stream: BinaryIO, weight: WeightSpec, name: str, tensor: torch.Tensor, checksum: int) -> int:

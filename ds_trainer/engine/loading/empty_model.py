@@ -39,7 +39,18 @@ def empty_model(build: Callable[[], Model], recorded: bool = True) -> Model:
     """
     with _meta_errors_explained(), empty_parameters(recorded):
         model = build()
-    _check_unregistered_tensors(model)
+    # A tensor on meta that is neither parameter nor buffer was computed from a parameter.
+    computed = [
+        f"{type(module).__name__}.{key}"
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    ]
+    if computed:
+        raise ConfigError(
+            f"The constructor computes {', '.join(sorted(set(computed)))} from parameters, which have no values when a "
+            f"model is built without its weights. {_REMEDY}"
+        )
     return model
 
 
@@ -58,7 +69,10 @@ def empty_parameters(recorded: bool = True) -> Iterator[None]:
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             if param not in empty:
-                empty[param] = _on_meta(param)
+                data = torch.empty_like(param.detach(), device="meta")
+                on_meta = type(param)(data, requires_grad=param.requires_grad)
+                on_meta.__dict__.update(param.__dict__)
+                empty[param] = on_meta
                 if recorder is not None:
                     recorder.register(param, empty[param])
             param = empty[param]
@@ -71,13 +85,6 @@ def empty_parameters(recorded: bool = True) -> Iterator[None]:
         large.fill()
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    data = torch.empty_like(param.detach(), device="meta")
-    on_meta = type(param)(data, requires_grad=param.requires_grad)
-    on_meta.__dict__.update(param.__dict__)
-    return on_meta
 
 
 @contextmanager
@@ -99,21 +106,6 @@ def _meta_errors_explained() -> Iterator[None]:
             f"The constructor of {reader} reads values of a parameter, which do not exist when a model is built "
             f"without its weights ({' '.join(str(error).split())[:120]}). {_REMEDY}"
         ) from error
-
-
-def _check_unregistered_tensors(model: nn.Module) -> None:
-    """Raise for a tensor on meta that is neither parameter nor buffer: it was computed from a parameter."""
-    computed = [
-        f"{type(module).__name__}.{key}"
-        for module in model.modules()
-        for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.is_meta
-    ]
-    if computed:
-        raise ConfigError(
-            f"The constructor computes {', '.join(sorted(set(computed)))} from parameters, which have no values when a "
-            f"model is built without its weights. {_REMEDY}"
-        )
 
 
 _REMEDY = (

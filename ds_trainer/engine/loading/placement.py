@@ -65,7 +65,12 @@ def loading_weights(model: nn.Module, groups: ParallelGroups, mpu: Any) -> Itera
 def _place(engine: DeepSpeedEngine, model: nn.Module, groups: ParallelGroups, mpu: Any) -> None:
     source = attached_weight_source(model)
     dtype, _ = engine._mixed_precision_dtypes()
-    _keep_float32_buffers(engine, model, dtype)
+    # Convert the buffers that the model keeps in float32 before they are loaded.
+    from deepspeed.runtime.keep_in_fp32 import keep_buffers_in_fp32, keep_in_fp32_pattern
+
+    pattern = keep_in_fp32_pattern(model, engine._config.keep_in_fp32_modules, dtype)
+    if pattern is not None:
+        keep_buffers_in_fp32(model, pattern)
     if engine.zero_optimization_partition_weights():
         load_buffers(model, source, engine.device)
         from ds_trainer.engine.loading.parameter_sharding import ParameterSharder
@@ -74,7 +79,11 @@ def _place(engine: DeepSpeedEngine, model: nn.Module, groups: ParallelGroups, mp
         return
     materialize(model, engine.device, dtype, groups)
     _allocate_optimizer_states(engine.client_optimizer)
-    _release_full_tensors(model, engine.device, dtype)
+    # Copy slices of host tensors to their own memory on the device, so that the full tensors are freed.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if is_sliced(parameter) and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.to(engine_dtype(parameter, dtype)).to(engine.device, copy=True).contiguous()
 
 
 def materialize(
@@ -131,20 +140,3 @@ def _allocate_optimizer_states(optimizer: Any) -> None:
                     "the meta device. Pass a model that has its weights, or set zero_stage=3."
                 )
             states["sum"] = torch.full_like(parameter, group["initial_accumulator_value"])
-
-
-def _release_full_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Copy slices of host tensors to their own memory on the device, so that the full tensors are freed."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if is_sliced(parameter) and parameter.untyped_storage().nbytes() > parameter.nbytes:
-                parameter.data = parameter.to(engine_dtype(parameter, dtype)).to(device, copy=True).contiguous()
-
-
-def _keep_float32_buffers(engine: DeepSpeedEngine, model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Convert the buffers that the model keeps in float32 before they are loaded."""
-    from deepspeed.runtime.keep_in_fp32 import keep_buffers_in_fp32, keep_in_fp32_pattern
-
-    pattern = keep_in_fp32_pattern(model, engine._config.keep_in_fp32_modules, dtype)
-    if pattern is not None:
-        keep_buffers_in_fp32(model, pattern)

@@ -133,7 +133,12 @@ def flat_partitions(engine: DeepSpeedEngine, tp_rank: int) -> list[FlatPartition
     names = _Names(engine.module, tp_rank)
     wrapper: Any = engine.optimizer
     if wrapper is engine.basic_optimizer:
-        return _plain(wrapper, names)
+        # Stage 0 in float32: the optimizer steps the model's own parameters.
+        return [
+            FlatPartition(parameter, parameter.numel(), [names.fragment(parameter)], wrapper, group, replicated=True)
+            for group in wrapper.param_groups
+            for parameter in group["params"]
+        ]
     layouts: dict[type, Callable[[Any, _Names], list[FlatPartition]]] = {
         DeepSpeedZeroOptimizer: _zero_1_and_2,
         DeepSpeedZeroOptimizer_Stage3: _zero_3,
@@ -157,15 +162,6 @@ class _Names:
     ) -> ParameterFragment:
         shard_slice = parameter_slice(parameter, self.tp_rank) if shard_slice is None else shard_slice
         return ParameterFragment(self._names[id(parameter)], parameter, shard_slice, offset)
-
-
-def _plain(optimizer: torch.optim.Optimizer, names: _Names) -> list[FlatPartition]:
-    """Stage 0 in float32: the optimizer steps the model's own parameters."""
-    return [
-        FlatPartition(parameter, parameter.numel(), [names.fragment(parameter)], optimizer, group, replicated=True)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
 
 
 def _unfused(wrapper: Any, names: _Names) -> list[FlatPartition]:

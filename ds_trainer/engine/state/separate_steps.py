@@ -166,16 +166,6 @@ def _scalars_of(partition: FlatPartition) -> dict[str, Any]:
     return {key: value for key, value in partition.states.items() if _is_scalar(value)}
 
 
-def _split(histories: list[History], used: list[bool]) -> list[History]:
-    """The histories of fragments after a step: those that it used part from those that it did not."""
-    idle = {id(one) for one, is_used in zip(histories, used, strict=True) if not is_used}
-    new: dict[int, History] = {}
-    for one in histories:
-        if id(one) in idle and id(one) not in new:
-            new[id(one)] = History(_copied(one.scalars), one.began)
-    return [new.get(id(one), one) if is_used else one for one, is_used in zip(histories, used, strict=True)]
-
-
 class _Held:
     """A partition that is stepped whole: the fragments that the step does not use get their weights back.
 
@@ -215,7 +205,15 @@ def _views(partition: FlatPartition, used: list[bool]) -> list[_View]:
     histories = partition.histories
     if histories is None:
         histories = [History(_scalars_of(partition), True)] * len(used)
-    partition.histories = histories = _split(histories, used)
+    # The histories of fragments after a step: those that it used part from those that it did not.
+    idle = {id(one) for one, is_used in zip(histories, used, strict=True) if not is_used}
+    new: dict[int, History] = {}
+    for one in histories:
+        if id(one) in idle and id(one) not in new:
+            new[id(one)] = History(_copied(one.scalars), one.began)
+    partition.histories = histories = [
+        new.get(id(one), one) if is_used else one for one, is_used in zip(histories, used, strict=True)
+    ]
     views: list[_View] = []
     for fragment, history, is_used in zip(partition.fragments, histories, used, strict=True):
         if not is_used:

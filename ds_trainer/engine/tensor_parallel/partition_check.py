@@ -39,7 +39,9 @@ def partition_problems(model: nn.Module, config: CompiledConfig, tp: int) -> lis
         if (preset := config.tensor_parallel_preset) is not None and preset.lower() not in PRESETS:
             source = config.describe(f"{_SECTION}.preset_model")
             return [*problems, f"{source} is not one of DeepSpeed's presets: {', '.join(PRESETS)}."]
-        specs = _configured_specs(config)
+        from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+
+        specs = TPTrainingConfig(**config.to_dict().get(_SECTION, {})).get_partition_config_object()
         if specs is None:
             specs, unsupported = _model_specs(model)
             if unsupported:
@@ -53,12 +55,6 @@ def partition_problems(model: nn.Module, config: CompiledConfig, tp: int) -> lis
     if specs is None:
         return problems + _by_name_problems(model, setting)
     return problems + _spec_problems(model, specs, setting)
-
-
-def _configured_specs(config: CompiledConfig) -> Any:
-    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-
-    return TPTrainingConfig(**config.to_dict().get(_SECTION, {})).get_partition_config_object()
 
 
 def _model_specs(model: nn.Module) -> tuple[Any, list[str]]:

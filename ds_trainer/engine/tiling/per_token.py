@@ -104,7 +104,8 @@ def _mlps(
             yield name, child
             continue
         inner = list(_mlps(child, experts, f"{name}.", found, verified))
-        if not inner and verified.is_first(child):
+        # Whether `child` itself was verified, not another one of its kind.
+        if not inner and (verified._result(child)[2] is child):
             found.left_out[name] = verified.problem(child)
         yield from inner
 
@@ -141,10 +142,6 @@ class _Verified:
     def problem(self, module: nn.Module) -> str:
         """Why it cannot be tiled; empty if it can."""
         return self._result(module)[1]
-
-    def is_first(self, module: nn.Module) -> bool:
-        """Whether ``module`` itself was verified, not another one of its kind."""
-        return self._result(module)[2] is module
 
     def _result(self, module: nn.Module) -> tuple[int, str, nn.Module]:
         shapes = tuple((name, full_shape(p), p.requires_grad) for name, p in module.named_parameters())

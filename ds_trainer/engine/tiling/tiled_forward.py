@@ -64,7 +64,9 @@ class TiledForward:
         if self._draws is None:
             before = _generator_state(x.device)
             out = _Tiled.apply(self._forward, self.rows, True, x, *parameters)
-            self._draws = not _same_state(before, _generator_state(x.device))
+            other = _generator_state(x.device)
+            pairs = zip(before, other, strict=True)
+            self._draws = not all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
             return out
         return _Tiled.apply(
             self._forward,
@@ -93,7 +95,11 @@ class _Tiled(torch.autograd.Function):
         ctx.run, ctx.rows, ctx.parameters = run, rows, parameters
         # One state is enough: the backward pass runs the tiles in the same order, which draw the same numbers.
         ctx.generators = _generator_state(x.device) if draws else None
-        ctx.autocast = _autocast_of(x.device.type)
+        ctx.autocast = {
+            "enabled": torch.is_autocast_enabled(x.device.type),
+            "dtype": torch.get_autocast_dtype(x.device.type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
         return _by_tiles(run, x, rows)
 
     @staticmethod
@@ -142,19 +148,6 @@ def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
     if total is None:
         return wide.clone() if wide is new else wide  # the result of autograd may be part of another tensor
     return total.add_(wide)
-
-
-def _autocast_of(device_type: str) -> dict[str, Any]:
-    return {
-        "enabled": torch.is_autocast_enabled(device_type),
-        "dtype": torch.get_autocast_dtype(device_type),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
-
-
-def _same_state(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def _generator_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -95,7 +95,14 @@ def show(directory: Path, stream: TextIO, seconds: float, has_ended: Callable[[R
     try:
         while True:
             files = run.read()
-            _draw(screen_lines(files, *_size(stream), run.age()), stream)
+            # Columns and lines; the last line stays empty, so that nothing scrolls.
+            size = os.get_terminal_size(stream.fileno())
+            lines = screen_lines(
+                files, (size.columns or _PLAIN_SIZE[0]) - 1, (size.lines or _PLAIN_SIZE[1]) - 1, run.age()
+            )
+            text = f"{_TO_END_OF_LINE}\r\n".join(lines)
+            stream.write(f"{_HOME}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}")
+            stream.flush()
             if has_ended(files):
                 ended = True
                 break
@@ -107,18 +114,6 @@ def show(directory: Path, stream: TextIO, seconds: float, has_ended: Callable[[R
         stream.flush()
     show_once(directory, stream)
     return ended
-
-
-def _draw(lines: list[str], stream: TextIO) -> None:
-    text = f"{_TO_END_OF_LINE}\r\n".join(lines)
-    stream.write(f"{_HOME}{text}{_TO_END_OF_LINE}{_TO_END_OF_SCREEN}")
-    stream.flush()
-
-
-def _size(stream: TextIO) -> tuple[int, int]:
-    """Columns and lines; the last line stays empty, so that nothing scrolls."""
-    size = os.get_terminal_size(stream.fileno())
-    return (size.columns or _PLAIN_SIZE[0]) - 1, (size.lines or _PLAIN_SIZE[1]) - 1
 
 
 _MOST_BYTES = 64 * 2**20  # read at once: a longer file is read over several calls

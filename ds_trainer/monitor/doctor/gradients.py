@@ -187,7 +187,14 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     if args.process_index == 0:
         logger.info("Self-test: the gradient (%s) is %s.", report.title, message, extra={CHECK: "self-test"})
     if same and args.local_process_index == 0:  # otherwise the next start compares again
-        _write_stamp(_stamp(config, args.device, layout.ep), report)
+        stamp = _stamp(config, args.device, layout.ep)
+        record = {"tested": report.title, "ranks": report.ranks, "host": socket.gethostname(), "versions": versions()}
+        try:
+            write_json(stamp, record)
+        except OSError as error:
+            logger.warning(
+                "The self-test cannot be recorded in %s (%s): the next start repeats it.", stamp.parent, error
+            )
     return report
 
 
@@ -200,11 +207,3 @@ def _tested_layout(layout: ParallelLayout) -> ParallelLayout:
 
 def _stamp(config: CompiledConfig, device: torch.device, experts: int) -> Path:
     return stamp_directory() / stamp_name(config, device, experts)
-
-
-def _write_stamp(stamp: Path, report: GradientReport) -> None:
-    record = {"tested": report.title, "ranks": report.ranks, "host": socket.gethostname(), "versions": versions()}
-    try:
-        write_json(stamp, record)
-    except OSError as error:
-        logger.warning("The self-test cannot be recorded in %s (%s): the next start repeats it.", stamp.parent, error)

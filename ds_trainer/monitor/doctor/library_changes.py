@@ -50,7 +50,11 @@ def warn_of_changes(directory: Path, self_test: str) -> bool:
     outside = outside_bounds()
     if outside:
         logger.warning("ds_trainer needs other versions than the installed ones: %s. %s", "; ".join(outside), _INSTALL)
-    record = directory / f"{_key()}.json"
+    whole = hashlib.sha256(DIGESTS.read_bytes())
+    for path in source_files():
+        status = path.stat()
+        whole.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+    record = directory / f"{whole.hexdigest()[:16]}.json"
     try:
         texts, new = json.loads(record.read_text(encoding="utf-8"))["changes"], False
     except (OSError, ValueError, KeyError):
@@ -77,7 +81,12 @@ def library_findings() -> list[Finding]:
     """For ``ds-trainer doctor``: what is known about the installed set of versions, and each changed function."""
     changes, outside = changed_functions(), outside_bounds()
     bounds = [Finding(Level.WARN, "bounds", "; ".join(outside), _INSTALL)] if outside else []
-    return [_versions(), *bounds, *([_function(change) for change in changes] or [_no_change()])]
+    found = {package: installed_version(package) for package in _COMPARED}
+    return [
+        versions_finding({name: version for name, version in found.items() if version is not None}, tested_sets()),
+        *bounds,
+        *([_function(change) for change in changes] or [_no_change()]),
+    ]
 
 
 def outside_bounds() -> list[str]:
@@ -125,11 +134,6 @@ def versions_finding(installed: dict[str, str], sets: Sequence[dict[str, Any]]) 
     return Finding(Level.WARN if outside else Level.OK, name, "; ".join(unknown), remedy if outside else "")
 
 
-def _versions() -> Finding:
-    found = {package: installed_version(package) for package in _COMPARED}
-    return versions_finding({name: version for name, version in found.items() if version is not None}, tested_sets())
-
-
 def _function(change: Change) -> Finding:
     covered = change.tested_at_start
     remedy = (
@@ -146,11 +150,3 @@ def _no_change() -> Finding:
 
 def _order(version: str) -> list[int]:
     return [int(part) for part in version.split(".") if part.isdigit()]
-
-
-def _key() -> str:
-    whole = hashlib.sha256(DIGESTS.read_bytes())
-    for path in source_files():
-        status = path.stat()
-        whole.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
-    return whole.hexdigest()[:16]

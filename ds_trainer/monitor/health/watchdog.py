@@ -177,7 +177,11 @@ class Watchdog:
             now = time.monotonic()
             limit = rules.limit.of(self.heartbeat)
             if now - before > max(rules.limit.floor / 2, 4 * rules.poll):
-                self._restart_clocks(now)
+                # Restart all clocks: this whole process was stopped, which is not a hang of the training or its
+                # neighbor.
+                self.heartbeat.restart_clock()
+                self._neighbor = (self._neighbor[0], now)
+                self._exchanged_at = now
             before = now
             arm(min(limit + 2 * rules.poll, _LONGEST_ALARM))
             seconds_since_progress = self.heartbeat.seconds_since_progress()
@@ -194,12 +198,6 @@ class Watchdog:
             )
             if now - self._exchanged_at > rules.answer:
                 self._report_alone()
-
-    def _restart_clocks(self, now: float) -> None:
-        """Restart all clocks: this whole process was stopped, which is not a hang of the training or its neighbor."""
-        self.heartbeat.restart_clock()
-        self._neighbor = (self._neighbor[0], now)
-        self._exchanged_at = now
 
     def _report_alone(self) -> None:
         """Report without the store, which does not respond."""
@@ -231,7 +229,22 @@ class Watchdog:
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
         try:
             while True:
-                self._exchange_once()
+                board = self._board
+                board.put(f"pulse/{self.rank}", self.report().to_dict())
+                reason = self._reason or self._neighbor_silence()
+                if reason is not None and self._fired_at != self.heartbeat.progress_at:
+                    own = {
+                        "rank": self.rank,
+                        "reason": reason,
+                        "folder": str(folder_for(self.directory, self.heartbeat.step)),
+                    }
+                    board.claim(f"hang/{self._hangs + 1}", own)
+                hang = board.get(f"hang/{self._hangs + 1}")
+                if hang is not None:
+                    self._hangs += 1
+                    self._join_report(hang)
+                if self._stragglers is not None:
+                    self._stragglers.exchange(board)
                 self._exchanged_at = time.monotonic()
                 if self._stop.wait(self.rules.poll):
                     break
@@ -242,20 +255,6 @@ class Watchdog:
         except (RuntimeError, OSError) as error:
             # The process that serves the store has ended: utils.failures reports that. The other thread keeps watching.
             logger.debug("rank %d: the store is gone (%s)", self.rank, error)
-
-    def _exchange_once(self) -> None:
-        board = self._board
-        board.put(f"pulse/{self.rank}", self.report().to_dict())
-        reason = self._reason or self._neighbor_silence()
-        if reason is not None and self._fired_at != self.heartbeat.progress_at:
-            own = {"rank": self.rank, "reason": reason, "folder": str(folder_for(self.directory, self.heartbeat.step))}
-            board.claim(f"hang/{self._hangs + 1}", own)
-        hang = board.get(f"hang/{self._hangs + 1}")
-        if hang is not None:
-            self._hangs += 1
-            self._join_report(hang)
-        if self._stragglers is not None:
-            self._stragglers.exchange(board)
 
     def _neighbor_silence(self) -> str | None:
         """The reason to declare a hang if the pulse of the next rank has not changed for too long; else None."""

@@ -95,7 +95,11 @@ def _probed(
         if layers == 2:
             loss = _loss_ratio(module, found.loss, batch * lengths[1], lengths[1], number_format)
             if kind == "cuda":
-                device_facts = _device_facts()
+                # Bytes of the device that no tensor of this process uses, and the share that is reserved beyond
+                # tensors.
+                free, total = torch.cuda.mem_get_info()
+                reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+                device_facts = float(total - free - torch.cuda.memory_reserved()), max(0.0, reserved / allocated - 1)
         del module
         gc.collect()
     layer = tuple((kept[2, length] - kept[1, length]) / (batch * length) for length in lengths)
@@ -222,7 +226,9 @@ class _Run:
         self._fake: Any = contextlib.nullcontext()
         if isinstance(first, FakeTensor):  # what is made in the forward pass must be fake too
             self._fake = first.fake_mode
-        self._layers = _layers_of(module)
+        self._layers = next(
+            part for part in module.modules() if isinstance(part, nn.ModuleList) and 1 <= len(part) <= 2
+        )
         if self._live is not None:
             self._live.ignore((*module.parameters(), *module.buffers()))
 
@@ -273,10 +279,6 @@ class _Run:
         return self._live.now if self._live is not None else torch.cuda.memory_allocated()
 
 
-def _layers_of(module: nn.Module) -> nn.ModuleList:
-    return next(part for part in module.modules() if isinstance(part, nn.ModuleList) and 1 <= len(part) <= 2)
-
-
 def _loss_ratio(module: nn.Module, measured: float, tokens: int, length: int, number_format: str) -> float:
     """Measured / predicted bytes of logits and loss of the module as it ran: its vocabulary may be smaller."""
     if not measured:
@@ -286,13 +288,6 @@ def _loss_ratio(module: nn.Module, measured: float, tokens: int, length: int, nu
     formulas, _ = planned.activations("sdpa", number_format)
     sizes = layer_sizes(transformer.stacks[-1], transformer.vocabulary, length)
     return measured / (tokens * formulas.bytes_per_token(sizes).loss)
-
-
-def _device_facts() -> tuple[float, float]:
-    """Bytes of the device that no tensor of this process uses, and the share that is reserved beyond tensors."""
-    free, total = torch.cuda.mem_get_info()
-    reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-    return float(total - free - torch.cuda.memory_reserved()), max(0.0, reserved / allocated - 1)
 
 
 class LiveTensors(TorchDispatchMode):

@@ -89,7 +89,20 @@ class _LiveStorages(TorchDispatchMode):
         if known is not None:
             return known
         size = storage.nbytes()
-        return _one(size // width, size, self._names[self.in_heads], self._sizes["length"])
+        elements = size // width
+        names = self._names[self.in_heads]
+        per_token, rest = divmod(elements, BATCH * self._sizes["length"])
+        times = ""
+        if rest:
+            per_token, rest = divmod(elements, BATCH * SOURCE)
+            times = "*source"
+        if rest or not elements:  # a weight's gradient, positions shared by the batch, a scalar: not in proportion
+            return Formula()
+        if per_token not in names:
+            raise ValueError(
+                f"a tensor of {elements} elements, {per_token} per token, is no known product of dimensions"
+            )
+        return Formula({f"{name}{times}": factor * size / elements for name, factor in names[per_token].items()})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -263,16 +276,3 @@ def _names(sizes: Mapping[str, int], in_heads: bool = False) -> dict[int, dict[s
             found[sizes["active"] * sizes[name]] = {f"active*{name}": 1}
         found[2 * sizes["active"] * sizes["inner"]] = {"active*inner": 2}
     return found
-
-
-def _one(elements: int, size: int, names: Names, length: int) -> Formula:
-    per_token, rest = divmod(elements, BATCH * length)
-    times = ""
-    if rest:
-        per_token, rest = divmod(elements, BATCH * SOURCE)
-        times = "*source"
-    if rest or not elements:  # a weight's gradient, positions shared by the batch, a scalar: not in proportion
-        return Formula()
-    if per_token not in names:
-        raise ValueError(f"a tensor of {elements} elements, {per_token} per token, is no known product of dimensions")
-    return Formula({f"{name}{times}": factor * size / elements for name, factor in names[per_token].items()})

@@ -187,7 +187,8 @@ def tiled_layer(
     kept = model.bytes_per_token({**sizes, "inner": 0}, *kind).layer
     small = {**sizes, "inner": share * sizes["inner"]}
     found, tile = model.bytes_per_token(small, *kind), share * (whole - kept)
-    norms = _are_composed(formulas, width) and share < 1
+    # Whether two norms of a layer keep more than a single kernel would: input, output and two numbers a token.
+    norms = (formulas.layer.terms.get("hidden", 0) >= 2 * (_NORM_KEEPS + 2 * width)) and share < 1
     if not norms:
         return TiledLayer(found._replace(layer=kept, backward=found.backward + tile), small, False)
     hidden, queries, keys = sizes["hidden"], sizes["queries"], sizes["keys"]
@@ -197,8 +198,3 @@ def tiled_layer(
     mlp = 2 * width * hidden + tile + _SUMS * matrices / tokens
     loss = formulas.bytes_per_token({**small, "hidden": 0.0}).loss + 2 * width * hidden
     return TiledLayer(BytesPerToken(kept, kept + width * hidden, max(attention, mlp), loss), small, True)
-
-
-def _are_composed(formulas: Activations, width: int) -> bool:
-    """Whether two norms of a layer keep more than a single kernel would: input, output and two numbers a token."""
-    return formulas.layer.terms.get("hidden", 0) >= 2 * (_NORM_KEEPS + 2 * width)

@@ -146,7 +146,15 @@ def _tools(tools: Any, refuse: Any) -> list[Message] | None:
 
 def with_inserted(message: Message, inserted: str) -> Iterator[Message]:
     """Copies of ``message``, each with ``inserted`` at the end of one of its texts (before white space at the end)."""
-    for path in _text_paths(message):
+    paths: list[tuple[Any, ...]] = [("content",)]
+    for index, call in reversed(list(enumerate(message.get("tool_calls") or []))):
+        arguments = call["function"]["arguments"]
+        leaves = [key for key, value in arguments.items() if isinstance(value, str)]
+        paths += [("tool_calls", index, "function", "arguments", key) for key in reversed(leaves)]
+        paths.append(("tool_calls", index, "function", "name"))
+    if "reasoning_content" in message:
+        paths.append(("reasoning_content",))
+    for path in paths:
         changed = copy.deepcopy(message)
         target: Any = changed
         for key in path[:-1]:
@@ -160,15 +168,3 @@ def with_inserted(message: Message, inserted: str) -> Iterator[Message]:
 def with_inserted_at(message: Message, inserted: str, key: str, position: int) -> Message:
     """A copy of ``message`` with ``inserted`` before a character of the text under ``key``."""
     return {**message, key: message[key][:position] + inserted + message[key][position:]}
-
-
-def _text_paths(message: Message) -> list[tuple[Any, ...]]:
-    paths: list[tuple[Any, ...]] = [("content",)]
-    for index, call in reversed(list(enumerate(message.get("tool_calls") or []))):
-        arguments = call["function"]["arguments"]
-        leaves = [key for key, value in arguments.items() if isinstance(value, str)]
-        paths += [("tool_calls", index, "function", "arguments", key) for key in reversed(leaves)]
-        paths.append(("tool_calls", index, "function", "name"))
-    if "reasoning_content" in message:
-        paths.append(("reasoning_content",))
-    return paths

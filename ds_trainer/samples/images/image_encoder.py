@@ -43,16 +43,12 @@ class ImageRenderer(Renderer):
         turn = super()._as_given(message)
         content = turn.get("content")
         if isinstance(content, str) and (_MARK in content or (self._always_parts and content)):
-            turn["content"] = _parts(content)
+            parts: list[dict[str, str]] = []
+            for index, text in enumerate(content.split(_MARK)):
+                parts += [{"type": "image"}] if index else []
+                parts += [{"type": "text", "text": text}] if text else []
+            turn["content"] = parts
         return turn
-
-
-def _parts(content: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for index, text in enumerate(content.split(_MARK)):
-        parts += [{"type": "image"}] if index else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
 
 
 class ImageEncoder(Encoder):

@@ -231,7 +231,8 @@ class _Sources:
         self._table: dict[str, int] = {}
 
     def add(self, source: str) -> None:
-        prefix, number = _divided(source)
+        match = re.search(r"(?:0|[1-9]\d{0,17})$", source, re.ASCII)
+        prefix, number = (source, -1) if match is None else (source[: match.start()], int(match.group()))
         self._numbers.append(number)
         self._prefixes.append(self._table.setdefault(prefix, len(self._table)))
 
@@ -254,11 +255,6 @@ class _Images:
         if any(self._lists):
             yield b"".join(self._lists)
             yield np.cumsum([len(images) for images in self._lists]).astype("<i8").tobytes()
-
-
-def _divided(source: str) -> tuple[str, int]:
-    match = re.search(r"(?:0|[1-9]\d{0,17})$", source, re.ASCII)
-    return (source, -1) if match is None else (source[: match.start()], int(match.group()))
 
 
 class Shard:

@@ -15,14 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ds_trainer.samples.prepared.shard import Encode, ReadRecords, ShardResult, write_shard
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.threads import new_thread
-
-if TYPE_CHECKING:
-    pass
 
 SHARD_BYTES = 16 * 2**20  # of source
 _MOST_SHARDS = 4096

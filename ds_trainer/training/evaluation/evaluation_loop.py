@@ -115,7 +115,9 @@ class EvalLoop:
                 seen.compare(inputs)
             try:
                 if index == 1:
-                    self._use_weighting(self._weighting(model, inputs))
+                    weighting = self._weighting(model, inputs)
+                    self._count, self._loss.summed = weighting.count, weighting.summed
+                    self._loss.parts = getattr(weighting.count, "parts", 1)
                 found = self._micro_step(model, inputs, ignore_keys)
             except (IndexError, RuntimeError) as error:
                 explain_index_error(error, [inputs], model)
@@ -183,10 +185,6 @@ class EvalLoop:
             tree["losses"] = loss.to(self.assembly.device).repeat(samples)
         found = gather_micro_steps(tree, dummy, self.assembly.layout, self._as_objects)
         return found if whole is None else {**found, "predictions": whole}
-
-    def _use_weighting(self, weighting: Weighting) -> None:
-        self._count, self._loss.summed = weighting.count, weighting.summed
-        self._loss.parts = getattr(weighting.count, "parts", 1)
 
     def _weighting(self, model: nn.Module, inputs: Any) -> Weighting:
         """How the losses of batches make the loss of the dataset; measured once. Collective."""

@@ -142,7 +142,12 @@ def same_draws(groups: ParallelGroups, inputs: Sequence[Any]) -> Iterator[None]:
         return
     own = random_state()
     reports: list[Any] = [None] * groups.layout.replica_size
-    torch.distributed.all_gather_object(reports, (_checksum(inputs), own), group=groups.replica_host)
+    found = 0
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            data = value.detach().to("cpu", torch.int64).contiguous()
+            found = crc32(f"{list(data.shape)}".encode() + data.numpy().tobytes(), found)
+    torch.distributed.all_gather_object(reports, (found, own), group=groups.replica_host)
     if len({checksum for checksum, _ in reports}) > 1:
         raise ConfigError(
             f"generate was called with different prompts on the ranks of a replica ({groups.layout.describe()}), which "
@@ -156,15 +161,6 @@ def same_draws(groups: ParallelGroups, inputs: Sequence[Any]) -> Iterator[None]:
     finally:
         if not first:
             restore_random_state(own)
-
-
-def _checksum(inputs: Sequence[Any]) -> int:
-    found = 0
-    for value in inputs:
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            data = value.detach().to("cpu", torch.int64).contiguous()
-            found = crc32(f"{list(data.shape)}".encode() + data.numpy().tobytes(), found)
-    return found
 
 
 # The model gets a ``generate`` of its own, a bound method. So copies of the model (copy.deepcopy makes one whose method

@@ -50,7 +50,10 @@ def model_directory(
             f"{name_or_path!r} is a file. Pass the directory that contains it and the model's config.json."
         )
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1 or not name_or_path.strip():
-        near = did_you_mean(path.name, _sibling_directories(path)).replace("'", f"'{path.parent}/", 1)
+        parent = path.parent
+        near = did_you_mean(
+            path.name, ([child.name for child in parent.iterdir() if child.is_dir()] if parent.is_dir() else [])
+        ).replace("'", f"'{path.parent}/", 1)
         raise ConfigError(
             f"{name_or_path!r} is not a directory (working directory: {Path.cwd()}) and not a valid repository name."
             f"{near} Pass the directory of a saved model, or a Hub repository such as 'me/my-model'."
@@ -64,11 +67,6 @@ def model_directory(
         local_files_only=local_files_only,
         weights=weights,
     ).directory()
-
-
-def _sibling_directories(path: Path) -> list[str]:
-    parent = path.parent
-    return [child.name for child in parent.iterdir() if child.is_dir()] if parent.is_dir() else []
 
 
 class _Download:

@@ -204,7 +204,17 @@ def _load_from_files(request: LoadRequest) -> tuple[Any, WeightSource]:
     if request.trust_remote_code and hasattr(model_class, "from_config"):
         keywords["trust_remote_code"] = True
     model = build_on_meta(model_class, request.config, request.weight_dtype(stored), **keywords)
-    _read_generation_config(model, request.directory)
+    directory = request.directory
+    if (directory / "generation_config.json").is_file() and model.can_generate():
+        from transformers import GenerationConfig
+
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{directory / 'generation_config.json'} cannot be loaded: {' '.join(str(error).split())[:400]} "
+                "Correct or remove it."
+            ) from error
     weights = open_weights(request.directory, model, request.key_mapping, stored=stored)
     parameters = {name for name, _ in model.named_parameters()}
     new = check_missing_weights(
@@ -216,19 +226,6 @@ def _load_from_files(request: LoadRequest) -> tuple[Any, WeightSource]:
         type(model).__name__,
     )
     return model, ChainedSource([NewWeights(model, request.seed, new), weights]) if new else weights
-
-
-def _read_generation_config(model: Any, directory: Path) -> None:
-    if (directory / "generation_config.json").is_file() and model.can_generate():
-        from transformers import GenerationConfig
-
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(directory)
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{directory / 'generation_config.json'} cannot be loaded: {' '.join(str(error).split())[:400]} "
-                "Correct or remove it."
-            ) from error
 
 
 def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:

@@ -23,22 +23,6 @@ from ds_trainer.utils.logging import get_logger
 logger = get_logger(__name__)
 
 
-def metric_to_compare(args: TrainingArguments, metrics: Mapping[str, Any]) -> float:
-    """The value of ``args.metric_for_best_model`` (with or without ``eval_``) in ``metrics``.
-
-    Raises:
-        ConfigError: ``metrics`` does not have it.
-    """
-    name = evaluation_metric(str(args.metric_for_best_model))
-    if name not in metrics:
-        raise ConfigError(
-            f"metric_for_best_model={args.metric_for_best_model} ({args.where('metric_for_best_model')}): the "
-            f"evaluation has no metric {name}, only {', '.join(metrics)}. Choose one of these, or return {name} from "
-            "compute_metrics."
-        )
-    return float(metrics[name])
-
-
 def judge(args: TrainingArguments, state: TrainerState, metrics: Mapping[str, Any]) -> bool:
     """Whether this evaluation is the best so far; if so, ``state`` is updated. Collective.
 
@@ -49,7 +33,15 @@ def judge(args: TrainingArguments, state: TrainerState, metrics: Mapping[str, An
     """
     if args.metric_for_best_model is None:
         return False
-    value = float(distributed.broadcast_object(metric_to_compare(args, metrics)))
+    # The value of `args.metric_for_best_model` (with or without `eval_`) in `metrics`.
+    name = evaluation_metric(str(args.metric_for_best_model))
+    if name not in metrics:
+        raise ConfigError(
+            f"metric_for_best_model={args.metric_for_best_model} ({args.where('metric_for_best_model')}): the "
+            f"evaluation has no metric {name}, only {', '.join(metrics)}. Choose one of these, or return {name} from "
+            "compute_metrics."
+        )
+    value = float(distributed.broadcast_object(float(metrics[name])))
     worst = -math.inf if args.greater_is_better else math.inf
     best = worst if state.best_metric is None else state.best_metric
     better = value > best if args.greater_is_better else value < best
@@ -76,11 +68,6 @@ def _exists(path: Path, check: Callable[[Path], bool]) -> bool:
     return bool(distributed.broadcast_object(check(path) if distributed.rank() == 0 else None))
 
 
-def _values_seen(args: TrainingArguments, state: TrainerState) -> list[Any]:
-    name = str(args.metric_for_best_model).removeprefix("eval_")
-    return [entry[f"eval_{name}"] for entry in state.log_history if f"eval_{name}" in entry]
-
-
 def best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None:
     """The checkpoint to load at the end of training; None if not requested, or if there is none (with a warning).
 
@@ -91,7 +78,8 @@ def best_checkpoint(args: TrainingArguments, state: TrainerState) -> Path | None
     best = state.best_model_checkpoint
     if best is None:
         why = "the best evaluation has no checkpoint"
-        seen = _values_seen(args, state)
+        name = str(args.metric_for_best_model).removeprefix("eval_")
+        seen = [entry[f"eval_{name}"] for entry in state.log_history if f"eval_{name}" in entry]
         if seen and not any(math.isfinite(value) for value in seen):
             why = f"{args.metric_for_best_model} was never a finite number ({listed(dict.fromkeys(seen), 4)})"
         logger.warning("load_best_model_at_end=True, but %s: the model keeps its last weights.", why)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -133,7 +133,20 @@ class DeviceCopies:
         if not self._asked:
             self._stream = None
             return
-        tensors = list(_pinned(batch.local if isinstance(batch, ShardedBatch) else batch))
+        # The page-locked tensors of a batch, each once.
+        value = batch.local if isinstance(batch, ShardedBatch) else batch
+        found: dict[int, torch.Tensor] = {}
+        parts = [value]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, torch.Tensor):
+                if part.device.type == "cpu" and not part.is_inference() and part.is_pinned():
+                    found[id(part)] = part
+            elif isinstance(part, Mapping):
+                parts.extend(part.values())
+            elif isinstance(part, (list, tuple)):
+                parts.extend(part)
+        tensors = list(found.values())
         if not tensors:
             return
         copies, self._event = self._stream.copies(tensors, self.float_type)
@@ -156,19 +169,3 @@ class DeviceCopies:
         assert self._stream is not None
         self._stream.computes_with(copy)
         return copy
-
-
-def _pinned(value: Any) -> Iterator[torch.Tensor]:
-    """The page-locked tensors of a batch, each once."""
-    found: dict[int, torch.Tensor] = {}
-    parts = [value]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, torch.Tensor):
-            if part.device.type == "cpu" and not part.is_inference() and part.is_pinned():
-                found[id(part)] = part
-        elif isinstance(part, Mapping):
-            parts.extend(part.values())
-        elif isinstance(part, (list, tuple)):
-            parts.extend(part)
-    return iter(found.values())

@@ -133,7 +133,10 @@ class DivergenceGuard:
         self.incidents.tried += 1
         if self._spikes is None:
             return False
-        self._loss = self._mean(contributions)
+        # Mean loss of the step over all ranks, the same number on all of them. Collective; waits for the device.
+        loss = torch.stack(list(contributions)).sum().double()
+        distributed.all_reduce_sum(loss)
+        self._loss = float(loss) / self._engine.layout.tp
         self._is_spike = self._spikes.is_spike(self._loss)
         return self._is_spike
 
@@ -166,12 +169,6 @@ class DivergenceGuard:
     @property
     def _median(self) -> float:
         return math.nan if self._spikes is None else self._spikes.median
-
-    def _mean(self, contributions: Sequence[torch.Tensor]) -> float:
-        """Mean loss of the step over all ranks, the same number on all of them. Collective; waits for the device."""
-        loss = torch.stack(list(contributions)).sum().double()
-        distributed.all_reduce_sum(loss)
-        return float(loss) / self._engine.layout.tp  # tensor-parallel ranks have the same contributions
 
     @staticmethod
     def _any_loss_nonfinite(losses: list[float]) -> bool:

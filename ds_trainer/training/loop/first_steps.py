@@ -206,7 +206,10 @@ class FirstSteps:
     def _compare_copies(self, when: str, buffers: bool) -> None:
         found = different_copies(self._run.model, self._engine.groups, buffers)
         if found:
-            names = grouped([one.name for one in found], self._all_names())
+            model = self._run.model
+            names = grouped(
+                [one.name for one in found], [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+            )
             logger.warning(
                 "Ranks hold different copies of %s %s (rank %d not what rank 0 has), so they train different models. "
                 "Load or initialize the same values on all ranks (the same seed and files), and let no callback "
@@ -215,10 +218,6 @@ class FirstSteps:
                 when,
                 found[0].rank,
             )
-
-    def _all_names(self) -> list[str]:
-        model = self._run.model
-        return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
 
     def _report_detached(self, names: list[str], batch: Any, items: ItemCount) -> None:
         """Warn of tensors without a gradient that the loss depends on. Collective."""
@@ -299,20 +298,17 @@ class FirstSteps:
                 f"max_grad_norm={limit:g} divided it by more than {_CLIPPED:,.0f} each time. A loss that is a sum "
                 "instead of a mean does this. Divide it, or raise max_grad_norm."
             )
-        guess = self._loss_of_guessing()
+        # ln(vocabulary) if the loss is a mean over tokens of a language model's vocabulary.
+        config: Any = getattr(self._run.model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        size = getattr(text, "vocab_size", None)
+        guess = math.log(size) if self._losses.rule.count.shifted and isinstance(size, int) and size > 1 else None
         if self._begun == 0 and guess and losses[0] > _WORSE_THAN_GUESSING * guess:
             yield (
                 f"The loss of the first step, {losses[0]:.4g}, is far above that of guessing each token of the "
                 f"vocabulary alike, {guess:.4g}. Look whether tokenizer and labels belong to this model, whether its "
                 "weights were loaded, how large new weights are, and whether the loss is a sum instead of a mean."
             )
-
-    def _loss_of_guessing(self) -> float | None:
-        """ln(vocabulary) if the loss is a mean over tokens of a language model's vocabulary."""
-        config: Any = getattr(self._run.model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        size = getattr(text, "vocab_size", None)
-        return math.log(size) if self._losses.rule.count.shifted and isinstance(size, int) and size > 1 else None
 
     def _about_weights(self, norms: Sequence[float], rates: Sequence[float]) -> Iterator[str]:
         arrivals, weights = self._arrivals, self._weights

@@ -163,7 +163,20 @@ class ActivationOffload:
             def pack(tensor: Tensor) -> Tensor | _Stored:
                 if _place(tensor) not in inputs or isinstance(tensor, nn.Parameter) or not tensor.is_contiguous():
                     return tensor
-                return self._store(tensor)
+                buffer = self.buffers.take(tensor.nbytes, pinned=tensor.device.type == "cuda")
+                if buffer is None:
+                    return tensor
+                stored = _Stored(self, buffer, tensor, self._last)
+                self.stored += 1
+                self._last = weakref.ref(stored)
+                self._outgoing.append(self._last)
+                while len(self._outgoing) > _IN_TRANSIT:
+                    oldest = self._outgoing.popleft()()
+                    if oldest is not None:
+                        # Release the tensor on the device, when its copy is complete.
+                        oldest._wait()
+                        oldest._on_device = None
+                return stored
 
             with saved_tensors_hooks(pack, _unpacked):
                 return checkpoint(function, *args, **kwargs)
@@ -177,20 +190,6 @@ class ActivationOffload:
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         return self._streams[device]
-
-    def _store(self, tensor: Tensor) -> Tensor | _Stored:
-        buffer = self.buffers.take(tensor.nbytes, pinned=tensor.device.type == "cuda")
-        if buffer is None:
-            return tensor
-        stored = _Stored(self, buffer, tensor, self._last)
-        self.stored += 1
-        self._last = weakref.ref(stored)
-        self._outgoing.append(self._last)
-        while len(self._outgoing) > _IN_TRANSIT:
-            oldest = self._outgoing.popleft()()
-            if oldest is not None:
-                oldest.leave_device()
-        return stored
 
     def arrived(self, stored: _Stored) -> None:
         """``stored`` is needed on the device: it does not leave it any more."""
@@ -209,11 +208,6 @@ class _Stored:
         self._stream = offload.stream(tensor.device)
         self._on_device: Tensor | None = tensor
         self._copied = self._copy(self._host, tensor)
-
-    def leave_device(self) -> None:
-        """Release the tensor on the device, when its copy is complete."""
-        self._wait()
-        self._on_device = None
 
     def fetch(self) -> None:
         """Start to copy the tensor to the device, unless it is there."""

@@ -34,16 +34,6 @@ logger = get_logger(__name__)
 CARD = "README.md"
 
 
-def _save_gathered(trainer: Saving, directory: Path) -> None:
-    """Call an override of ``_save`` on the main process while the weights are complete on each rank."""
-    with gathered(list(trainer.model.parameters())):
-        if trainer.is_world_process_zero():
-            state = {name: value.detach().cpu() for name, value in saved_tensors(trainer.model).items()}
-            with original_cache_settings(trainer.model), unhooked(trainer.model):
-                trainer._save(str(directory), state_dict=state)
-        distributed.barrier()
-
-
 class Saving(TrainerBase):
     """Saves the model to a directory, and pushes it to a repository on the Hub."""
 
@@ -63,7 +53,13 @@ class Saving(TrainerBase):
             engine.follow_written_weights()
         use_evaluation_weights(self.optimizer)
         if "_save" in assembly.overridden:
-            _save_gathered(self, directory)
+            # Call an override of `_save` on the main process while the weights are complete on each rank.
+            with gathered(list(self.model.parameters())):
+                if self.is_world_process_zero():
+                    state = {name: value.detach().cpu() for name, value in saved_tensors(self.model).items()}
+                    with original_cache_settings(self.model), unhooked(self.model):
+                        self._save(str(directory), state_dict=state)
+                distributed.barrier()
         else:
             if self.is_world_process_zero():
                 with original_cache_settings(self.model):

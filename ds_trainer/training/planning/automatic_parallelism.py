@@ -79,7 +79,14 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     fixed = {**_of_file(config), **_fixed(inputs, devices)}
     optimizer = optimizer_name(inputs) or (config and config.optimizer_type) or str(args.optim)
     known = {"attention": attention_of(inputs.model), "state_bytes": state_bytes(optimizer)}
-    goal = Goal(length.tokens, _global_batch(args), precision, fixed=tuple({**fixed, **known}.items()))
+    # Sequences of a step, with the arguments as they are and every rank a replica.
+    replicas = 1 if accelerator_config(args).split_batches else args.world_size
+    goal = Goal(
+        length.tokens,
+        (args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas),
+        precision,
+        fixed=tuple({**fixed, **known}.items()),
+    )
     cluster = devices.cluster
     if args.nvme_path is not None:  # its free space may differ between machines
         cluster = replace(cluster, nvme=math.inf)
@@ -208,12 +215,6 @@ def _value(args: TrainingArguments, name: str, field: str) -> object:
     if name.startswith("offload_") and name not in FEATURES:
         return str(value) != "none"
     return bool(value) if name in FEATURES else value
-
-
-def _global_batch(args: TrainingArguments) -> int:
-    """Sequences of a step, with the arguments as they are and every rank a replica."""
-    replicas = 1 if accelerator_config(args).split_batches else args.world_size
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * replicas
 
 
 def _where(args: TrainingArguments) -> str:

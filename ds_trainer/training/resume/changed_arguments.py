@@ -112,13 +112,20 @@ class Consequences:
             schedule = f"; the schedule too: {self._next_rate}" if "max_steps" in self.changes.values else ""
             return self._length + schedule
         if name in (*_BATCH, *_LAYOUT):
-            return self._batch
+            if "global_batch" not in self.changes.values:
+                return "the global batch stays the same"
+            before, now = self.changes.values["global_batch"]
+            continues = "" if self.args.ignore_data_skip else f", from {self._place} on"
+            return f"the global batch was {before} samples, is {now}{continues}; {self._length}"
         if name in _SHARDING:
             return "the state is resharded"
         if name == "train_dataset":
             return f"samples used in an epoch; {self._new_order}; {self._length}"
         if name in _SEEDS:
-            return self._seeds(name)
+            texts = ["random states are those of the checkpoint"] if name == "seed" else []
+            if "data_seed" in self.changes.values:
+                texts.append(f"the order of samples is another one from epoch {self.position.epoch + self._inside} on")
+            return "; ".join(texts) or "none: the order of samples stays the same"
         if name in _ORDER:
             return self._new_order
         if name in _OPTIMIZER:
@@ -142,14 +149,6 @@ class Consequences:
         return f"sample {at.samples + 1} of epoch {at.epoch}"
 
     @property
-    def _batch(self) -> str:
-        if "global_batch" not in self.changes.values:
-            return "the global batch stays the same"
-        before, now = self.changes.values["global_batch"]
-        continues = "" if self.args.ignore_data_skip else f", from {self._place} on"
-        return f"the global batch was {before} samples, is {now}{continues}; {self._length}"
-
-    @property
     def _inside(self) -> bool:
         """Whether the run continues in the middle of an epoch."""
         return self.position.samples > 0 and not self.position.ended and not self.args.ignore_data_skip
@@ -162,12 +161,6 @@ class Consequences:
             f"the order of samples is another one from {self._place} on, so that in this epoch some may come again and "
             "some not at all"
         )
-
-    def _seeds(self, name: str) -> str:
-        texts = ["random states are those of the checkpoint"] if name == "seed" else []
-        if "data_seed" in self.changes.values:
-            texts.append(f"the order of samples is another one from epoch {self.position.epoch + self._inside} on")
-        return "; ".join(texts) or "none: the order of samples stays the same"
 
 
 def finished(args: TrainingArguments, step: int, checkpoint: Path) -> list[str]:

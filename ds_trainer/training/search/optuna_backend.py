@@ -87,13 +87,15 @@ class _Search:
     def _objective(self, trial: optuna.Trial) -> Any:
         import optuna
 
-        trial.set_user_attr(PROCESS, _this_process())
+        process = psutil.Process()
+        trial.set_user_attr(PROCESS, {"host": socket.gethostname(), "pid": process.pid, "began": process.create_time()})
         try:
             proposed = self._proposed(trial)
         except optuna.TrialPruned:
             raise
         except Exception as error:  # not from a training: every other trial would fail in the same way
-            self._abort(error)
+            self.coordinator.fatal_error = error
+            self.study.stop()
             raise
         reported = -1
 
@@ -129,10 +131,6 @@ class _Search:
         source = trial if single else optuna.trial.FixedTrial(trial.params, trial.number)
         return SearchTrial(values, source, dict(trial.params), str(trial.number), name)
 
-    def _abort(self, error: Exception) -> None:
-        self.coordinator.fatal_error = error
-        self.study.stop()
-
 
 def _study(creation: dict[str, Any], directions: list[str]) -> optuna.Study:
     import optuna
@@ -160,11 +158,6 @@ def _fail_abandoned(study: optuna.Study) -> None:
             logger.warning("trial %d was running in a search that was killed: it is marked as failed", trial.number)
         else:
             logger.info("trial %d is running in another process", trial.number)
-
-
-def _this_process() -> dict[str, Any]:
-    process = psutil.Process()
-    return {"host": socket.gethostname(), "pid": process.pid, "began": process.create_time()}
 
 
 def _is_alive(process: dict[str, Any]) -> bool:

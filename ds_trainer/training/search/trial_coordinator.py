@@ -116,7 +116,17 @@ class TrialCoordinator:
             outcome = Outcome(error=error)
         self._last_error = error
         if error is not None:
-            _release_frames(error)
+            # Clear the local variables of the frames of an exception: they keep the engine and the process group alive.
+            seen: set[int] = set()
+            todo: list[BaseException | None] = [error]
+            while todo:
+                current = todo.pop()
+                if current is None or id(current) in seen:
+                    continue
+                seen.add(id(current))
+                traceback.clear_frames(current.__traceback__)
+                todo += [current.__cause__, current.__context__]
+            gc.collect()
         self.trainer._ds_trainer.trials.end_trial(failed=error is not None)
         if isinstance(error, SearchError):
             self.fatal_error = error
@@ -151,17 +161,3 @@ def _train(trainer: Trainer, trial: SearchTrial, report: Report | None, directio
     except TrialPruned:
         pruned = True
     return Outcome(distributed.broadcast_object(trials.objective), pruned)
-
-
-def _release_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames of an exception: they keep the engine and the process group alive."""
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        current = todo.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        todo += [current.__cause__, current.__context__]
-    gc.collect()

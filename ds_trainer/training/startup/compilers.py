@@ -40,7 +40,14 @@ def check_compilers(args: TrainingArguments, model: nn.Module, config: CompiledC
     device = args.device
     uses_tiles = suits(device) and _uses_tiles(args, model, config)
     liger = bool(args.use_liger_kernel)
-    by_inductor = _needs_inductor(args, model, config)
+    # What the user asked for that inductor compiles, and how to do without.
+    by_inductor = {}
+    if args.torch_compile and args.torch_compile_backend == "inductor":
+        by_inductor["torch_compile=True"] = "set it to False"
+    if config.uses_deepspeed_compiler:
+        by_inductor["the DeepSpeed configuration's 'compile'"] = "remove it"
+    if getattr(getattr(base_model(model), "config", None), "_attn_implementation", None) == "flex_attention":
+        by_inductor["attn_implementation='flex_attention'"] = "load the model with 'sdpa'"
     muon = config.get("optimizer.type") == "Muon"
     if not (uses_tiles or liger or by_inductor or muon):
         return
@@ -103,18 +110,6 @@ def _kernels(
 def _uses_tiles(args: TrainingArguments, model: nn.Module, config: CompiledConfig) -> bool:
     asked = args.loss_chunk_tokens != 0 or bool(args.z_loss_factor)
     return asked and not compiles_head(args, config) and head_problem(output_embedding(model)) is None
-
-
-def _needs_inductor(args: TrainingArguments, model: nn.Module, config: CompiledConfig) -> dict[str, str]:
-    """What the user asked for that inductor compiles, and how to do without."""
-    needs = {}
-    if args.torch_compile and args.torch_compile_backend == "inductor":
-        needs["torch_compile=True"] = "set it to False"
-    if config.uses_deepspeed_compiler:
-        needs["the DeepSpeed configuration's 'compile'"] = "remove it"
-    if getattr(getattr(base_model(model), "config", None), "_attn_implementation", None) == "flex_attention":
-        needs["attn_implementation='flex_attention'"] = "load the model with 'sdpa'"
-    return needs
 
 
 def _where(problems: list[tuple[str, str | None]]) -> str:

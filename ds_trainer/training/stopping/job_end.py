@@ -65,19 +65,16 @@ class JobEnd:
 
     def _poll(self) -> None:
         while True:
-            self._ask_squeue()
+            command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%e"]
+            try:
+                answer = subprocess.run(
+                    command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_SECONDS, check=True
+                )
+                self.at = read_time(answer.stdout)
+            except (OSError, subprocess.SubprocessError, ValueError) as error:
+                logger.warning("The time limit of SLURM job %s is unknown: %s.", self._job, error)
             if self._closed.wait(POLL_SECONDS):
                 return
-
-    def _ask_squeue(self) -> None:
-        command = ["squeue", "--noheader", "--jobs", self._job, "--format", "%e"]
-        try:
-            answer = subprocess.run(
-                command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_SECONDS, check=True
-            )
-            self.at = read_time(answer.stdout)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            logger.warning("The time limit of SLURM job %s is unknown: %s.", self._job, error)
 
 
 def read_time(text: str) -> float | None:

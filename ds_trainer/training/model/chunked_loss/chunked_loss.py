@@ -114,7 +114,9 @@ class ChunkedLoss:
             self.tokens_from = math.inf
             yield
             return
-        if _has_other_hooks(core) or _is_compiled(model, core):
+        # Whether code of others may read the output of `core` before the logits are given back.
+        modules = (getattr(hook, "__module__", None) or "" for hook in core._forward_hooks.values())
+        if any(not name.startswith(("deepspeed.", "ds_trainer.")) for name in modules) or _is_compiled(model, core):
             yield
             return
         if self._chunk_tokens is None and not self._z_loss:
@@ -170,12 +172,6 @@ class ChunkedLoss:
             return DeferredLogits.of(head, hidden, head.classes, dtype)
 
         return call
-
-
-def _has_other_hooks(core: nn.Module) -> bool:
-    """Whether code of others may read the output of ``core`` before the logits are given back."""
-    modules = (getattr(hook, "__module__", None) or "" for hook in core._forward_hooks.values())
-    return any(not name.startswith(("deepspeed.", "ds_trainer.")) for name in modules)
 
 
 def _is_compiled(*modules: nn.Module) -> bool:

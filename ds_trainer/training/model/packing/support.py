@@ -142,7 +142,7 @@ def _reasons(model: nn.Module, layout: ParallelLayout) -> list[str]:
         return ["an encoder-decoder model has two sequences for each sample."]
     if any(kind.__name__.endswith(OF_WHOLE_SEQUENCES) for kind in type(core).__mro__):
         reasons.append("it makes one prediction for each row, not for each token.")
-    if not _takes_positions(core, library):
+    if not ("position_ids" in forward_names(core) or (bool(library) and all(map(takes_positions, library)))):
         reasons.append(
             "its forward takes no position_ids [batch, tokens], which restart at every sample of a row, so it cannot "
             "know where a sample begins."
@@ -170,10 +170,6 @@ def _reasons(model: nn.Module, layout: ParallelLayout) -> list[str]:
                 "does not take. Load it with attn_implementation='sdpa' or 'eager'."
             )
     return reasons
-
-
-def _takes_positions(core: nn.Module, library: Sequence[Any]) -> bool:
-    return "position_ids" in forward_names(core) or (bool(library) and all(map(takes_positions, library)))
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -73,18 +73,14 @@ def use_sharded_attention(model: nn.Module, layout: ParallelLayout) -> ShardedAt
         raise ConfigError(problems)
     models = library_models(model) if layout.cp * layout.sp > 1 else []
     if models:
-        register_attention()
+        # Registers both functions in transformers. Idempotent.
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(NAME, sharded_attention)
+        AttentionMaskInterface.register(NAME, sharded_mask)
     configs = {id(config): config for inner in models for config in library_configs(inner)}
     hooks = [hook for inner in models for hook in use_lengths_of_whole_batches(inner)]
     return ShardedAttention(list(configs.values()), hooks)
-
-
-def register_attention() -> None:
-    """Registers both functions in transformers. Idempotent."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, sharded_attention)
-    AttentionMaskInterface.register(NAME, sharded_mask)
 
 
 def sharded_mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **rest: Any) -> Any:
