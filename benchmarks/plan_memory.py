@@ -35,8 +35,7 @@ from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.planner.activations.probe import gpu_dropout
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import elements_of
-from ds_trainer.planner.memory.estimate import estimate_memory
-from ds_trainer.planner.memory.model_states import model_states
+from ds_trainer.planner.memory.estimate import estimate_memory, model_states
 from ds_trainer.planner.planned_model import PlannedModel
 from tests.support.pool import close_pools, pool
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "BestRun": "ds_trainer.training.search.best_run",
+    "BestRun": "ds_trainer.training.search.objective",
     "CompiledConfig": "ds_trainer.config.compiled",
     "ConfigError": "ds_trainer.utils.errors",
     "DataCollatorForLanguageModeling": "ds_trainer.data.collators",
@@ -27,7 +27,7 @@ _PUBLIC = {
     "Environment": "ds_trainer.config.environment",
     "EvalLoopOutput": "ds_trainer.training.evaluation.outputs",
     "EvalPrediction": "ds_trainer.training.evaluation.outputs",
-    "HPSearchBackend": "ds_trainer.training.search.best_run",
+    "HPSearchBackend": "ds_trainer.training.search.objective",
     "HfArg": "ds_trainer.arguments.parser",
     "HfArgumentParser": "ds_trainer.arguments.parser",
     "HubStrategy": "ds_trainer.arguments.enums",
@@ -59,9 +59,9 @@ _PUBLIC = {
     "compile_config": "ds_trainer.config.compiler",
     "default_compute_objective": "ds_trainer.training.search.objective",
     "default_data_collator": "ds_trainer.data.collators",
-    "default_hp_space_optuna": "ds_trainer.training.search.spaces",
-    "default_hp_space_ray": "ds_trainer.training.search.spaces",
-    "default_hp_space_wandb": "ds_trainer.training.search.spaces",
+    "default_hp_space_optuna": "ds_trainer.training.search.objective",
+    "default_hp_space_ray": "ds_trainer.training.search.objective",
+    "default_hp_space_wandb": "ds_trainer.training.search.objective",
     "from_pretrained": "ds_trainer.training.loading.pretrained",
     "replay": "ds_trainer.monitor.health.replay",
     "set_seed": "ds_trainer.utils.seeds",
@@ -108,12 +108,12 @@ if TYPE_CHECKING:  # "as": type checkers take it as public; a test compares it w
     from ds_trainer.training.evaluation.outputs import EvalPrediction as EvalPrediction
     from ds_trainer.training.evaluation.outputs import PredictionOutput as PredictionOutput
     from ds_trainer.training.loading.pretrained import from_pretrained as from_pretrained
-    from ds_trainer.training.search.best_run import BestRun as BestRun
-    from ds_trainer.training.search.best_run import HPSearchBackend as HPSearchBackend
+    from ds_trainer.training.search.objective import BestRun as BestRun
+    from ds_trainer.training.search.objective import HPSearchBackend as HPSearchBackend
     from ds_trainer.training.search.objective import default_compute_objective as default_compute_objective
-    from ds_trainer.training.search.spaces import default_hp_space_optuna as default_hp_space_optuna
-    from ds_trainer.training.search.spaces import default_hp_space_ray as default_hp_space_ray
-    from ds_trainer.training.search.spaces import default_hp_space_wandb as default_hp_space_wandb
+    from ds_trainer.training.search.objective import default_hp_space_optuna as default_hp_space_optuna
+    from ds_trainer.training.search.objective import default_hp_space_ray as default_hp_space_ray
+    from ds_trainer.training.search.objective import default_hp_space_wandb as default_hp_space_wandb
     from ds_trainer.training.seq2seq_trainer import Seq2SeqTrainer as Seq2SeqTrainer
     from ds_trainer.training.stopping.stop_controller import TrainingStopped as TrainingStopped
     from ds_trainer.training.tf_trainer import KerasModule as KerasModule

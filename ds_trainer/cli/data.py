@@ -41,8 +41,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _show(options: argparse.Namespace, recipe: Recipe) -> int:
     from ds_trainer.recipes.data_page import show  # after the quick checks, since it imports torch
-    from ds_trainer.samples.chat.display import uses_color
-    from ds_trainer.samples.chat.page import PageOptions
+    from ds_trainer.samples.chat.page import PageOptions, uses_color
 
     if options.samples < 0:
         raise ConfigError(f"--samples {options.samples} must not be negative.")

@@ -82,7 +82,7 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
-        "engine/loading/parameter_sharding.py",
+        "engine/loading/placement.py",
         "shards of ZeRO-3 are wrong",
         f"{SELF_TEST}, and the check of loaded weights",
         relies_on=(
@@ -323,7 +323,7 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
-        "engine/zero3/lean_hooks.py",
+        "engine/zero3/parts.py",
         "weights of ZeRO-3 are gathered or freed at the wrong time",
         f"{SELF_TEST}: gradients of a model whose weights are gathered with these hooks",
         replaces=(

@@ -70,7 +70,7 @@ ROWS = (
         ),
     ),
     Row(
-        "engine/tensor_parallel/lora_partitioning.py",
+        "engine/tensor_parallel/partitioning.py",
         "an adapter is dropped, or partitioned differently from its layer",
         UNSEEN,
         replaces=of(AUTO_TP, "_replace_with_config"),
@@ -261,7 +261,7 @@ ROWS = (
         relies_on=("deepspeed.checkpoint.ds_to_universal:merge_tp_slices",),
     ),
     Row(
-        "samples/chat/bounds.py",
+        "samples/chat/rendering.py",
         "templates are rendered otherwise than apply_chat_template renders them",
         UNSEEN,
         relies_on=of("transformers.utils.chat_template_utils:", "_compile_jinja_template", "render_jinja_template"),

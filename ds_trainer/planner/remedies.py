@@ -9,10 +9,9 @@ from typing import Any
 
 from ds_trainer.planner.candidate import FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
-from ds_trainer.planner.features import feature_sets
 from ds_trainer.planner.memory.estimate import MemoryEstimator
 from ds_trainer.planner.plan import Plan
-from ds_trainer.planner.search import ALL, HOST, Goal, candidates
+from ds_trainer.planner.search import ALL, HOST, Goal, candidates, feature_sets
 
 _AT_ONCE = 2
 _DOUBLINGS = 6  # of the number of devices

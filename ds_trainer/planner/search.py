@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import combinations, islice, product
 from typing import Any
 
 from ds_trainer.parallel.layout import ParallelLayout
-from ds_trainer.planner.candidate import FEATURES, Candidate
+from ds_trainer.planner.candidate import CHUNK_TOKENS, FEATURES, SEARCHED_FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
-from ds_trainer.planner.features import feature_sets
 from ds_trainer.planner.layouts import layout_conflicts
 from ds_trainer.planner.memory.estimate import MemoryEstimator
 from ds_trainer.planner.model_shape import ModelShape
@@ -341,3 +340,31 @@ def _states(
             yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM, "optimizer_on_nvme": True}
             if weights:
                 yield stage, {**_NO_OFFLOAD, **_OPTIMIZER, **_PARAM, "optimizer_on_nvme": True, "param_on_nvme": True}
+
+
+# Features that save activations (:data:`~ds_trainer.planner.candidate.FEATURES`): which are worth trying together.
+
+
+def feature_sets(model: PlannedModel, run: Candidate, fixed: Collection[str]) -> list[tuple[str, ...]]:
+    """Sets of features that ``run`` could have in addition: none, all that have an effect, then fewer to more.
+
+    If the second does not fit, no other does. Of the rest, one that has less costs less time.
+
+    Args:
+        model: what is trained.
+        run: how.
+        fixed: fields of ``run`` that are given.
+    """
+    useful = [name for name in SEARCHED_FEATURES if name not in fixed and _has_effect(model, run, name)]
+    if not useful:
+        return [()]
+    between = [chosen for number in range(1, len(useful)) for chosen in combinations(useful, number)]
+    return [(), tuple(useful), *between]
+
+
+def _has_effect(model: PlannedModel, run: Candidate, name: str) -> bool:
+    if name == "chunked_loss":
+        return model.rows > 0 and run.tokens > CHUNK_TOKENS
+    if name == "tiled_mlp":
+        return model.stack.intermediate_size > 0 and run.tokens > model.stack.hidden_size
+    return run.checkpointing

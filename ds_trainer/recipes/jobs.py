@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ds_trainer.recipes.classification_job import ClassificationJob
 from ds_trainer.recipes.embedding_job import EmbeddingJob
-from ds_trainer.recipes.fine_tuning_job import FineTuningJob
+from ds_trainer.recipes.fine_tuning_job import FineTuningJob, VisionLanguageJob
 from ds_trainer.recipes.job import Job
 from ds_trainer.recipes.language_model_job import LanguageModelJob
 from ds_trainer.recipes.preference_job import PreferenceJob
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.recipes.vision_language_job import VisionLanguageJob
 
 _TASKS: dict[str, type[Job]] = {
     "classification": ClassificationJob,

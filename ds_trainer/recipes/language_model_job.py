@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
 
 from ds_trainer.callbacks.metrics_recorder import MetricsFileCallback
+from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.distillation import trainer_class_of
 from ds_trainer.recipes.job import Job, final_evaluation
 from ds_trainer.recipes.language_model import build_language_model, language_model_config, tokenizer_of
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.report import Evaluation, compression_baselines, nats_per_token, report_text, sample_of
-from ds_trainer.recipes.text_dataset import Corpus, TokenBlocks, TokenStream, tokenize
 from ds_trainer.recipes.tokenizers import Tokenizer
+from ds_trainer.samples.sources.documents import Document, read_documents
+from ds_trainer.samples.sources.files import DOCUMENT_SUFFIXES, SourceFile, find_files
+from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.units import counted
 
@@ -115,3 +123,186 @@ class LanguageModelJob(Job):
     def report(self, results: Mapping[str, Any], evaluation: Evaluation | None) -> str:
         """The comparison with the baselines, and the sample."""
         return report_text(results, evaluation)
+
+
+# Text as blocks of a fixed number of tokens, in which every token is a target exactly once.
+#
+# The documents are concatenated, each after a separator token::
+#
+#     <sep> d0 d0 d0 <sep> d1 d1 ...
+#
+# and divided into blocks of ``sequence_length`` tokens that overlap by one token::
+#
+#     block 0: t0 t1 t2 t3            A causal language model shifts the labels: the first token of a block is context,
+# block 1:          t3 t4 t5 t6   every other token is a target. So t1, t2, ... are targets once; t0 is the separator.
+#
+# Hence the loss summed over all blocks is the model's code length of the whole text (all bytes, plus the separators
+# between documents), from which bits per byte follow.
+
+
+class CorpusFile(NamedTuple):
+    """A file, and the key of the text in its rows."""
+
+    file: SourceFile
+    text_key: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.file.path
+
+
+class Corpus:
+    """The documents for training and for evaluation.
+
+    It finds the files of a :class:`~ds_trainer.recipes.data_spec.DataSpec` and selects the held-out ones before it
+    reads any. The order of documents depends on the paths only: sources in the order of the recipe, files of a
+    directory by relative path. So every rank and every later run reads the same documents in the same order.
+
+    Attributes:
+        bad_lines: what was wrong in the files that were read.
+
+    Raises:
+        ConfigError: a path matches nothing, or no training data is left; lists all problems.
+    """
+
+    def __init__(self, spec: DataSpec) -> None:
+        self.spec = spec
+        self.bad_lines = BadLines(spec.bad_lines)
+        problems: list[str] = []
+        self.eval_files = self._find_all("eval", problems)
+        train_files = self._find_all("train", problems)
+        held_out = {file.path.resolve() for file in self.eval_files}
+        self.train_files = [file for file in train_files if file.path.resolve() not in held_out]
+        if train_files and not self.train_files:
+            problems.append(
+                f"data.train: no training data: {counted(len(train_files), 'file is', 'files are')} also in data.eval."
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether there is evaluation data."""
+        return bool(self.eval_files) or self.spec.held_out_every is not None
+
+    def train_documents(self) -> Iterator[Document]:
+        """Training documents, without held-out and empty ones.
+
+        Raises:
+            ConfigError: at the end, if there were bad lines that the recipe does not allow; lists them.
+        """
+        return self._documents(self.train_files, held_out=False if self.spec.held_out_every else None)
+
+    def eval_documents(self) -> Iterator[Document]:
+        """Evaluation documents, without empty ones.
+
+        Raises:
+            ConfigError: what :meth:`train_documents` refuses.
+        """
+        if self.spec.held_out_every:
+            return self._documents(self.train_files, held_out=True)
+        return self._documents(self.eval_files, held_out=None)
+
+    def _documents(self, files: list[CorpusFile], held_out: bool | None) -> Iterator[Document]:
+        """The documents of ``files``: all, or with ``held_out`` only those on that side of the split."""
+        every = self.spec.held_out_every or 1
+        self.bad_lines = BadLines(self.spec.bad_lines)
+        index = 0
+        for file, text_key in files:
+            if file.format == "text" and held_out is not None and (index % every == 0) is not held_out:
+                index += 1  # one document: its side of the split is known before it is read
+                continue
+            for document in read_documents(file, text_key, self.bad_lines):
+                wanted = held_out is None or (index % every == 0) is held_out
+                index += 1
+                if wanted and document is not None and document.data:
+                    yield document
+        self.bad_lines.check()
+
+    def _find_all(self, split: Literal["train", "eval"], problems: list[str]) -> list[CorpusFile]:
+        """The files of a split in order, each once."""
+        files: dict[Path, CorpusFile] = {}
+        for key, spec in self.spec.sources(split):
+            try:
+                for file in find_files(spec, key, DOCUMENT_SUFFIXES):
+                    files.setdefault(file.path.resolve(), CorpusFile(file, spec.text_key or "text"))
+            except ConfigError as error:
+                problems += error.problems
+        return list(files.values())
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Documents as one sequence of tokens.
+
+    Attributes:
+        tokens: uint16 or uint32 of shape [tokens].
+        documents: number of documents.
+        bytes: their size without separators.
+    """
+
+    tokens: np.ndarray
+    documents: int
+    bytes: int
+
+    @property
+    def targets(self) -> int:
+        """Number of target tokens: all but the first, which is a separator."""
+        return max(len(self.tokens) - 1, 0)
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream:
+    """All ``documents`` concatenated, each after the tokenizer's separator."""
+    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    separator = np.asarray([tokenizer.separator_id], dtype=kind)
+    arrays: list[np.ndarray] = []
+    count = size = 0
+    for document in documents:
+        arrays += (separator, tokenizer.encode(document).astype(kind, copy=False))
+        count += 1
+        size += len(document.data)
+    return TokenStream(np.concatenate(arrays) if arrays else np.empty(0, kind), count, size)
+
+
+class TokenBlocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Blocks of ``sequence_length`` tokens that overlap by one token; see the module docstring.
+
+    Args:
+        tokens: unsigned integers of shape [tokens].
+        sequence_length: tokens per block, 2 or more.
+        keep_ragged: keep the incomplete last block, padded with id 0 and label -100, so that evaluation covers every
+            token. Padding is on the right, where a causal model cannot attend to it from a real token, so no attention
+            mask is needed.
+
+    A sample is ``{"input_ids": int64[sequence_length], "labels": int64[sequence_length]}``, labels not shifted.
+
+    Raises:
+        ConfigError: the tokens do not fill a block (with ``keep_ragged``: there is no target).
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, *, keep_ragged: bool = False) -> None:
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self._stride = sequence_length - 1
+        targets = max(len(tokens) - 1, 0)
+        self._blocks = -(-targets // self._stride) if keep_ragged else targets // self._stride
+        if self._blocks == 0:
+            raise ConfigError(
+                f"data: {len(tokens)} tokens are too few for samples of data.sequence_length={sequence_length}; "
+                "use more text or a shorter length."
+            )
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self._blocks:
+            raise IndexError(f"block {index} of {self._blocks}")
+        start = index * self._stride
+        block = self.tokens[start : start + self.sequence_length]
+        input_ids = torch.zeros(self.sequence_length, dtype=torch.int64)
+        input_ids[: len(block)] = torch.from_numpy(block.astype(np.int64))
+        labels = input_ids.clone()
+        labels[len(block) :] = -100
+        return {"input_ids": input_ids, "labels": labels}

@@ -18,9 +18,9 @@ import pytest
 from ds_trainer.arguments.parser import HfArgumentParser
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.cli.main import main
+from ds_trainer.cli.plan import QUANTITIES, solve
 from ds_trainer.cli.plan_outputs import compiled_config, training_arguments
 from ds_trainer.cli.plan_request import PlanRequest, many_tokens, tokens
-from ds_trainer.cli.plan_solve import QUANTITIES, solve
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import record_run

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from ds_trainer.recipes.fine_tuning_job import VisionLanguageJob
 from ds_trainer.recipes.recipe import load_recipe
-from ds_trainer.recipes.vision_language_job import VisionLanguageJob
 from tests.support.vision_models import picture, save_vision_model
 
 # Every step has all samples, so that their order does not matter.

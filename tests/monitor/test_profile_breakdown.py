@@ -8,8 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from ds_trainer.monitor.health.heartbeat import COMPUTE
-from ds_trainer.monitor.profile_page import DeviceTimes, StepProfile, page_text
-from ds_trainer.monitor.step_profiler import PARTS, PHASE_PREFIX, Kind, Span, breakdown, kind_of, step_profile
+from ds_trainer.monitor.step_profiler import (
+    PARTS,
+    PHASE_PREFIX,
+    DeviceTimes,
+    Kind,
+    Span,
+    StepProfile,
+    breakdown,
+    kind_of,
+    page_text,
+    step_profile,
+)
 
 
 def seconds(*spans: tuple[float, float, Kind]) -> dict[str, float]:

@@ -10,12 +10,11 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.planner import candidate
 from ds_trainer.planner.candidate import CHUNK_TOKENS, FEATURES, Candidate
 from ds_trainer.planner.cluster import Cluster
-from ds_trainer.planner.features import feature_sets
 from ds_trainer.planner.memory.estimate import estimate_memory
 from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes
-from ds_trainer.planner.search import Goal, candidates, search
+from ds_trainer.planner.search import Goal, candidates, feature_sets, search
 from ds_trainer.planner.step_time import step_time
 from tests.planner.test_anchors import LLAMA_8B
 

@@ -12,8 +12,7 @@ import torch
 from ds_trainer.recipes.chat_session import ChatImages, ChatSession, GenerationOptions, load_session
 from ds_trainer.recipes.saved_model import find_saved_model
 from ds_trainer.samples.chat.options import EncodeOptions
-from ds_trainer.samples.images.image_collator import ImageCollator
-from ds_trainer.samples.images.image_encoder import ImageEncoder
+from ds_trainer.samples.images.image_encoder import ImageCollator, ImageEncoder
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
 from tests.support.chat_model import chat_tokenizer, save_chat_model

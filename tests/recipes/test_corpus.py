@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.recipes.data_spec import DataSpec
-from ds_trainer.recipes.text_dataset import Corpus
+from ds_trainer.recipes.language_model_job import Corpus
 from ds_trainer.utils.errors import ConfigError
 
 

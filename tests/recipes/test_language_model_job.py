@@ -16,9 +16,8 @@ import torch
 import ds_trainer
 from ds_trainer.monitor.metrics_file import read_records
 from ds_trainer.recipes.language_model import load_language_model
-from ds_trainer.recipes.language_model_job import LanguageModelJob
+from ds_trainer.recipes.language_model_job import LanguageModelJob, TokenBlocks
 from ds_trainer.recipes.recipe import Recipe, load_recipe
-from ds_trainer.recipes.text_dataset import TokenBlocks
 from ds_trainer.utils.errors import ConfigError
 
 RECIPE = """\

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.recipes.text_dataset import TokenBlocks, tokenize
+from ds_trainer.recipes.language_model_job import TokenBlocks, tokenize
 from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError

@@ -13,9 +13,9 @@ import torch
 
 from ds_trainer.cli.main import main
 from ds_trainer.recipes.fine_tuning_data import FineTuningData
+from ds_trainer.recipes.fine_tuning_job import VisionLanguageJob
 from ds_trainer.recipes.frozen_parts import part_of
 from ds_trainer.recipes.recipe import Recipe, load_recipe
-from ds_trainer.recipes.vision_language_job import VisionLanguageJob
 from ds_trainer.utils.errors import ConfigError
 from tests.support.chat_model import save_chat_model
 from tests.support.pool import pool

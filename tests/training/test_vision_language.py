@@ -14,8 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_trainer import Trainer
-from ds_trainer.samples.images.image_collator import ImageCollator
-from ds_trainer.samples.images.image_encoder import ImageEncoder
+from ds_trainer.samples.images.image_encoder import ImageCollator, ImageEncoder
 from ds_trainer.samples.sources.record import Record
 from tests.support.compare import relative
 from tests.support.oracle import Trajectory, train_plainly

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.tensor_parallel.lora_partitioning import is_lora
 
 PARTITIONED_BY_NAME = ("bart", "bert", "gpt_neox", "gptj", "opt", "t5")
 """Families without a plan (``config.model_type``) whose results are exact when partitioned by layer names."""
@@ -177,3 +176,13 @@ def _layerdrop_problems(model: nn.Module, setting: str) -> list[str]:
         for name, rate in rates.items()
         if "layerdrop" in name.lower() and isinstance(rate, float) and rate > 0.0
     ]
+
+
+def is_lora(module: Any) -> bool:
+    """Whether ``module`` is peft's LoRA around a plain linear layer, without features that need full weights."""
+    return (
+        type(module).__module__ == "peft.tuners.lora.layer"
+        and type(getattr(module, "base_layer", None)) is nn.Linear
+        and not any(module.use_dora.values())
+        and not any(isinstance(dropout, nn.Dropout) and dropout.p > 0.0 for dropout in module.lora_dropout.values())
+    )

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.engine.tensor_parallel.lora_partitioning import partition_lora_layers
-from ds_trainer.engine.tensor_parallel.partition_check import dense_plan
+from ds_trainer.engine.tensor_parallel.partition_check import dense_plan, is_lora
 from ds_trainer.engine.tensor_parallel.repairs import mark_sliced_embeddings, repair_layers
 from ds_trainer.engine.tensor_parallel.slices import is_sliced
 from ds_trainer.engine.tensor_parallel.vocab_parallel_head import custom_loss_function, install_logit_gathering
@@ -298,3 +297,42 @@ def separate_randomness(model: nn.Module, groups: ParallelGroups) -> None:
             gathered = getattr(module, "gather_output", False) or isinstance(module, layers.VocabParallelLinear)
             if not gathered:
                 module.register_forward_hook(region.enter)
+
+
+# LoRA layers under tensor parallelism: partitions an adapter like the layer that it belongs to.
+#
+# A rank holds some outputs of a column-parallel layer ``W x``, so in ``W x + B A x`` it needs those rows of ``B`` and
+# all of ``A``. It holds some inputs of a row-parallel layer, so it needs those columns of ``A`` and all of ``B``.
+# DeepSpeed itself treats a LoRA layer as a plain linear layer and would drop the adapter.
+
+
+@contextmanager
+def partition_lora_layers() -> Iterator[None]:
+    """Inside, DeepSpeed partitions LoRA layers together with the layers that they wrap."""
+    from deepspeed.module_inject.auto_tp import AutoTP
+    from deepspeed.module_inject.autotp_config import PartitionType
+
+    original = AutoTP._replace_with_config
+
+    def replace(cutter: Any, child: Any, name: str) -> Any:
+        if not is_lora(child):
+            return original(cutter, child, name)
+        spec = cutter.partition_config.find_matching_spec(f"{name}.weight", cutter._get_model_type())
+        if spec is None or spec.partition_type == PartitionType.SKIP:
+            return child
+        by_row = spec.partition_type == PartitionType.ROW
+        make = cutter._create_row_parallel_layer if by_row else cutter._create_column_parallel_layer
+        adapters = child.lora_A if by_row else child.lora_B
+        # The name determines the number of heads per rank, so all parts use the same one.
+        for owner, part in ((child, "base_layer"), *((adapters, key) for key in adapters)):
+            layer = owner._modules[part]
+            cutter._gather_zero3_params(layer)
+            owner._modules[part] = make(layer, spec, name)
+        child.replaced = True
+        return child
+
+    AutoTP._replace_with_config = replace
+    try:
+        yield
+    finally:
+        AutoTP._replace_with_config = original

@@ -15,7 +15,7 @@ from ds_trainer.training.startup.constructor_checks import keras_problems
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_trainer.training.search.best_run import BestRun
+    from ds_trainer.training.search.objective import BestRun
 
 
 class SearchMethods(TrainerBase):

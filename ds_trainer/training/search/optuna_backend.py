@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ds_trainer.training.search.backend import check_direction, is_installed
-from ds_trainer.training.search.best_run import BestRun
-from ds_trainer.training.search.spaces import default_hp_space_optuna
+from ds_trainer.training.search.objective import BestRun, default_hp_space_optuna
 from ds_trainer.training.search.trial import SearchTrial
 from ds_trainer.training.search.trial_coordinator import TrialCoordinator
 from ds_trainer.utils import distributed
@@ -43,7 +42,7 @@ class OptunaBackend:
         return is_installed("optuna")
 
     def default_hp_space(self, trial: Any) -> dict[str, Any]:
-        """See :func:`~ds_trainer.training.search.spaces.default_hp_space_optuna`."""
+        """See :func:`~ds_trainer.training.search.objective.default_hp_space_optuna`."""
         return default_hp_space_optuna(trial)
 
     def run(

@@ -18,7 +18,7 @@ from ds_trainer.engine.evaluation_engine import EvaluationEngine
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import gathered
 from ds_trainer.engine.zero3.coalesced_collectives import leave_to_deepspeed
-from ds_trainer.engine.zero3.lean_hooks import lean_hooks
+from ds_trainer.engine.zero3.parts import lean_hooks
 from ds_trainer.engine.zero3.registered_hooks import zero3_hooks
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.monitor.dashboard.terminal import MetricsFollower
+from ds_trainer.cli.dashboard import MetricsFollower
 from ds_trainer.monitor.metrics_file import MetricsWriter
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.monitor.dashboard.terminal import MetricsFollower
+from ds_trainer.cli.dashboard import MetricsFollower
 from ds_trainer.monitor.metrics_file import read_records
 from ds_trainer.monitor.report.run_files import is_number
 from ds_trainer.monitor.report.writing import write_report

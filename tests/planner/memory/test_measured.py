@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.planner.memory import estimate, model_states, moments
+from ds_trainer.planner.memory import estimate, moments
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # they are scripts, not a package
 
@@ -97,7 +97,7 @@ def items() -> set[str]:
 @pytest.mark.parametrize("item", sorted(items()))
 def test_a_dropped_item_is_noticed(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close = {(name, phase): ratio for name in CASES for phase, ratio in ratios(name).items() if abs(ratio - 1) < 0.02}
-    states_of, shared_of, activations_of = model_states.model_states, moments.shared_items, moments.activation_items
+    states_of, shared_of, activations_of = estimate.model_states, moments.shared_items, moments.activation_items
 
     def without(found: Mapping[str, float]) -> dict[str, float]:
         return {name: size for name, size in found.items() if name != item}

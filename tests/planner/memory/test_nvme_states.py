@@ -15,7 +15,7 @@ import torch
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.planner.candidate import Candidate
-from ds_trainer.planner.memory import model_states as states
+from ds_trainer.planner.memory import estimate as states
 from ds_trainer.planner.memory.elements import elements_of
 from ds_trainer.planner.offload_sizes import PARAM_BUFFERS
 from ds_trainer.planner.planned_model import PlannedModel

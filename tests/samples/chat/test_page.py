@@ -3,10 +3,17 @@ import io
 import numpy as np
 
 from ds_trainer.arguments.enums import PackingStrategy
-from ds_trainer.samples.chat.display import sample_text, token_lines, uses_color
 from ds_trainer.samples.chat.encoder import Encoder
 from ds_trainer.samples.chat.options import EncodeOptions
-from ds_trainer.samples.chat.page import Figures, PageOptions, histogram, write_page
+from ds_trainer.samples.chat.page import (
+    Figures,
+    PageOptions,
+    histogram,
+    sample_text,
+    token_lines,
+    uses_color,
+    write_page,
+)
 from ds_trainer.samples.sources.record import Record
 from tests.samples.chat.families import tokenizer_of
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ds_trainer.samples.images.image_collator import ImageCollator
-from ds_trainer.samples.images.image_encoder import ImageEncoder
+from ds_trainer.samples.images.image_encoder import ImageCollator, ImageEncoder
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
 from tests.support.vision_models import make_model, make_processor, picture

@@ -13,7 +13,7 @@ from PIL import Image
 
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.fine_tuning_data import open_text_sources
-from ds_trainer.recipes.text_dataset import Corpus
+from ds_trainer.recipes.language_model_job import Corpus
 from ds_trainer.samples.sources.record import BadLines, Record
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec

@@ -19,7 +19,7 @@ from ds_trainer.planner.calibration import Calibration, calibration_file, read_c
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.memory.elements import elements_of
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.recipes.text_dataset import TokenBlocks
+from ds_trainer.recipes.language_model_job import TokenBlocks
 from ds_trainer.training.job_devices import JobDevices, cpu_cluster, gpu_cluster
 from ds_trainer.training.planning.candidates import state_bytes
 from ds_trainer.training.planning.run_estimate import RunEstimate

@@ -38,7 +38,7 @@ def sharding_problems(model: nn.Module, layout: ParallelLayout) -> list[str]:
     """Reasons why the sequences of ``model`` cannot be sharded as in ``layout``, one sentence each.
 
     Does not check models without transformers models inside: they call :func:`ds_trainer.attention` themselves, and
-    :mod:`~ds_trainer.training.model.sequence_sharding.equivalence_check` verifies that.
+    :mod:`~ds_trainer.training.model.sequence_sharding.setup` verifies that.
     """
     if layout.cp * layout.sp == 1:
         return []

@@ -12,7 +12,7 @@ from ds_trainer import attention
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model.sequence_sharding.attention_modules import use_sharded_attention
-from ds_trainer.training.model.sequence_sharding.equivalence_check import check_sharded_model
+from ds_trainer.training.model.sequence_sharding.setup import check_sharded_model
 from ds_trainer.utils.errors import ConfigError
 from tests.support.attention import plan_of
 from tests.support.full_attention import packed, padded
