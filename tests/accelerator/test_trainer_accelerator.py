@@ -337,28 +337,19 @@ def test_the_accelerator_is_made_once_and_can_be_overridden() -> None:
 # -- documentation -------------------------------------------------------------------------------------------------
 
 
-def attribute_descriptions() -> dict[str, str]:
-    """Sentences of the members that are plain attributes, from the class's docstring."""
+def test_the_page_lists_every_member_with_its_description() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "accelerator.md").read_text()
+    found = [line for line in page.splitlines() if line.startswith("|")]
+    table = ["| member | what it does |", "|---|---|"]
+    # Sentences of the members that are plain attributes, from the class's docstring.
     lines = inspect.cleandoc(str(TrainerAccelerator.__doc__)).split("Attributes:\n")[1].splitlines()
     pairs = [line.strip().split(": ", 1) for line in lines if line.startswith("    ") and ": " in line]
-    return {name: description for name, description in pairs}
-
-
-def expected_table() -> list[str]:
-    rows = ["| member | what it does |", "|---|---|"]
-    descriptions = attribute_descriptions()
+    descriptions = {name: description for name, description in pairs}
     for name in members():
         member = inspect.getattr_static(TrainerAccelerator, name, None)
         text = inspect.getdoc(member) if callable(member) or isinstance(member, property) else None
         description = descriptions[name] if name in descriptions else str(text).split("\n\n")[0].replace("\n", " ")
-        rows.append(f"| `{name}` | {description.replace('|', chr(92) + '|')} |")
-    return rows
-
-
-def test_the_page_lists_every_member_with_its_description() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "accelerator.md").read_text()
-    found = [line for line in page.splitlines() if line.startswith("|")]
-    table = expected_table()
+        table.append(f"| `{name}` | {description.replace('|', chr(92) + '|')} |")
     assert found[: len(table)] == table, "\n".join(table)
     assert [line.split("`")[1] for line in found[len(table) + 2 :]] == sorted(ALTERNATIVES)
 

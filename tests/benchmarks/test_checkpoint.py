@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from ds_trainer.engine.process_group import stop_process_group
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
@@ -17,13 +14,6 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 import checkpoint as benchmark  # noqa: E402
 
 pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _leave_the_process_group() -> Iterator[None]:
-    """The trainer of this process has made one; tests that come later ask whether there is any."""
-    yield
-    stop_process_group()
 
 
 def test_every_save_mode_writes_its_bytes(tmp_path: Path) -> None:

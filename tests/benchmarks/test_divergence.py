@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ds_trainer.engine.process_group import stop_process_group
 from ds_trainer.engine.training_engine import TrainingEngine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -17,13 +15,6 @@ sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 import divergence as benchmark  # noqa: E402
 
 pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _leave_the_process_group() -> Iterator[None]:
-    """The trainers of this process have made one; tests that come later ask whether there is any."""
-    yield
-    stop_process_group()
 
 
 def test_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

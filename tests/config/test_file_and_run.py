@@ -46,13 +46,6 @@ def compiles(arguments: dict[str, Any]) -> CompiledConfig | None:
         return None
 
 
-def every_mode() -> list[dict[str, Any]]:
-    """The arguments of every mode that can run."""
-    stages = ({}, *({"zero_stage": stage} for stage in range(4)))
-    combined = [{**precision, **mode, **stage} for precision, mode, stage in product(PRECISIONS, MODES, stages)]
-    return [arguments for arguments in combined if compiles(arguments) is not None]
-
-
 def another(path: str, value: Any) -> Any:
     """A value of the same kind, which the schema accepts."""
     field = SCHEMA.field(path) or Field("any")
@@ -89,7 +82,10 @@ def test_neither_side_silently_wins() -> None:
     """Every value that the compiler writes in any mode, as the file has it too, or has another one."""
     walked: dict[str, set[str]] = {}
     seen = set()
-    for arguments in every_mode():
+    # The arguments of every mode that can run.
+    stages = ({}, *({"zero_stage": stage} for stage in range(4)))
+    combined = [{**precision, **mode, **stage} for precision, mode, stage in product(PRECISIONS, MODES, stages)]
+    for arguments in [arguments for arguments in combined if compiles(arguments) is not None]:
         config = compiled(environment=machine(), **arguments)
         for path in config.paths():
             value, origin = config.get(path), config.origin(path)

@@ -300,20 +300,16 @@ CASES = [
 ]
 
 
-def broken_by(arguments: dict[str, Any]) -> list[str]:
-    """Names of the rules that these arguments break; fails on any other reason to refuse them."""
-    sentences = said(**arguments)
-    names = [[rule.name for rule in RULES if f"{rule.needs}. {rule.remedy}" in text] for text in sentences]
-    assert all(names), sentences
-    return [name for found in names for name in found]
-
-
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{'breaks' if case.about in case.broken else 'keeps'}-{case.about}"
 )
 def test_the_rule_decides_as_expected(case: Case) -> None:
     assert case.about in {rule.name for rule in RULES}
-    assert sorted(broken_by(case.arguments)) == sorted(case.broken)
+    # Names of the rules that these arguments break; fails on any other reason to refuse them.
+    sentences = said(**case.arguments)
+    names = [[rule.name for rule in RULES if f"{rule.needs}. {rule.remedy}" in text] for text in sentences]
+    assert all(names), sentences
+    assert sorted([name for found in names for name in found]) == sorted(case.broken)
 
 
 # -- the examples are complete -----------------------------------------------------------------------------------------

@@ -82,10 +82,6 @@ def as_lists(batches: Any) -> list[Any]:
     return [(type(batch).__name__, {key: value.tolist() for key, value in batch.items()}) for batch in batches]
 
 
-def random_states() -> list[Any]:
-    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
-
-
 def options(workers: int) -> dict[str, Any]:
     return {"multiprocessing_context": "fork"} if workers else {}
 
@@ -131,7 +127,7 @@ def read(kind: str, layout: ParallelLayout, samples: int, workers: int) -> Any:
         epochs.append(as_lists(loader))
     dataset = getattr(loader, "dataset", None)
     calls = dataset.calls if isinstance(dataset, Unsteady) else None
-    return epochs, random_states(), calls
+    return epochs, [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()], calls
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -112,20 +112,16 @@ def test_paths_on_the_page_exist() -> None:
     assert missing == []
 
 
-def issue_texts() -> dict[str, str]:
-    """The sections of docs/upstream, by ``page.md#anchor``."""
+def test_every_patch_that_a_project_could_spare_us_has_an_issue_text() -> None:
+    """A bug has a reproducer, a wish shows the call, and no text is left behind when its patch is deleted."""
+    # The sections of docs/upstream, by `page.md#anchor`.
     found = {}
     for page in (ROOT / "docs" / "upstream").glob("*.md"):
         for section in page.read_text(encoding="utf-8").split("\n## ")[1:]:
             title, _, body = section.partition("\n")
             anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
             found[f"{page.name}#{anchor}"] = body
-    return found
-
-
-def test_every_patch_that_a_project_could_spare_us_has_an_issue_text() -> None:
-    """A bug has a reproducer, a wish shows the call, and no text is left behind when its patch is deleted."""
-    texts, linked = issue_texts(), set()
+    texts, linked = found, set()
     assert len(texts) > 35
     for row in rows_of_page():
         links = re.findall(r"\[(bug|API)\]\(\.\./upstream/([^)]+)\)", row[-1])

@@ -122,17 +122,13 @@ _JINJA = [
 ]
 
 
-def _slips(words: Sequence[str]) -> st.SearchStrategy[list[tuple[int, int, str]]]:
-    """Changes: where (of 1000), how many characters go, and what comes."""
-    word = st.one_of(st.sampled_from([*words, *ODD]), st.text(max_size=4))
-    return st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 12), word), max_size=4)
-
-
 @st.composite
 def mistaken(draw: st.DrawFn, valid: Sequence[str], words: Sequence[str] = ()) -> str:
     """A valid text after up to four changes."""
     text = draw(st.sampled_from(list(valid)))
-    for place, gone, new in draw(_slips(words)):
+    # Changes: where (of 1000), how many characters go, and what comes.
+    word = st.one_of(st.sampled_from([*words, *ODD]), st.text(max_size=4))
+    for place, gone, new in draw(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 12), word), max_size=4)):
         at = place * len(text) // 1000
         text = text[:at] + new + text[at + gone :]
     return text

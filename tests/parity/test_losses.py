@@ -13,24 +13,6 @@ from torch.nn import functional as F
 from tests.parity.library import Library, assert_same, both, trained
 from tests.support.models import PlainLanguageModel, Regression, regression_rows, tiny_llama
 
-ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-
-
-def own_loss(base: Any) -> Any:
-    """The example of the early reference: a custom loss with the signature of that version."""
-
-    class MyTrainer(base):  # type: ignore[misc]
-        model_accepts_loss_kwargs = False
-
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            logits = outputs[0]
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            return (loss, outputs) if return_outputs else loss
-
-    return MyTrainer
-
 
 def scaled_loss(base: Any) -> Any:
     """Calls the inherited loss and changes it."""
@@ -40,44 +22,6 @@ def scaled_loss(base: Any) -> Any:
             return 3.0 * super().compute_loss(model, inputs, *args, **kwargs)
 
     return MyTrainer
-
-
-def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A function for ``compute_loss_func``."""
-    logits = outputs["logits"][:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
-
-
-LOSSES: dict[str, dict[str, Any]] = {
-    "the model's, normalized over the window": {"changes": ACCUMULATED},
-    "inherited and changed": {"changes": ACCUMULATED, "base": scaled_loss},
-    "compute_loss_func": {"changes": ACCUMULATED, "compute_loss_func": summed},
-    "clipped": {"changes": {"max_grad_norm": 0.1}},
-    "decayed": {"changes": {"weight_decay": 0.5, "learning_rate": 0.05}},
-    "tied weights": {"model": lambda: tiny_llama(tied=True)},
-    "recomputed activations": {"changes": {"gradient_checkpointing": True}},
-    "recomputed, re-entrant": {
-        "changes": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    },
-    "bfloat16 evaluation batch": {"changes": {"per_device_train_batch_size": 8}},
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses(name: str, tmp_path: Path) -> None:
-    def script(library: Library) -> Any:
-        given = dict(LOSSES[name])
-        if "model" in given:
-            given["model"] = given["model"]()
-        return trained(library.trainer(given.pop("changes", None), given.pop("base", None), **given))
-
-    assert_same(*both(script, tmp_path))
-
-
-def test_the_example_of_the_early_reference(tmp_path: Path) -> None:
-    """A mean of one micro-batch a step: here both normalise alike."""
-    assert_same(*both(lambda library: trained(library.trainer(base=own_loss)), tmp_path))
 
 
 class TupleModel(nn.Module):
@@ -98,7 +42,16 @@ def two_labels(samples: int) -> list[dict[str, torch.Tensor]]:
     return [{"x": row["x"], "label_a": row["labels"], "label_b": -row["labels"]} for row in rows]
 
 
-MODELS: dict[str, Any] = {
+RUNS: dict[str, Any] = {
+    "inherited and changed": lambda: {
+        "changes": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        "base": scaled_loss,
+    },
+    "clipped": lambda: {"changes": {"max_grad_norm": 0.1}},
+    "tied weights": lambda: {"model": tiny_llama(tied=True)},
+    "recomputed, re-entrant": lambda: {
+        "changes": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    },
     "a tuple": lambda: {"model": Regression(), "train_dataset": regression_rows(16)},
     "a dict": lambda: {"model": PlainLanguageModel()},
     "several labels": lambda: {
@@ -110,11 +63,11 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_every_kind(name: str, tmp_path: Path) -> None:
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_of_models_of_every_kind(name: str, tmp_path: Path) -> None:
     def script(library: Library) -> Any:
-        given = MODELS[name]()
-        return trained(library.trainer({"max_steps": 4, **given.pop("changes", {})}, **given))
+        given = RUNS[name]()
+        return trained(library.trainer(given.pop("changes", None), given.pop("base", None), **given))
 
     assert_same(*both(script, tmp_path))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity.library import FullTokens, Library, assert_same, both, trained
+import ds_trainer
+from tests.parity.library import Library, assert_same, both, logs, trained
 from tests.support.models import RaggedTokens
 
 LENGTHS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -42,25 +43,16 @@ def test_steps_losses_rates_and_weights(name: str, tmp_path: Path) -> None:
     assert_same(ours, reference)
 
 
-WHEN: dict[str, dict[str, Any]] = {
-    "every three": {"logging_steps": 3},
-    "a share of the run": {"logging_steps": 0.3, "eval_strategy": "steps", "eval_steps": 0.4},
-    "the first too": {"logging_steps": 4, "logging_first_step": True},
-    "each epoch": {"logging_strategy": "epoch", "eval_strategy": "epoch"},
-    "never": {"logging_strategy": "no", "eval_strategy": "no"},
-    "evaluation later than half": {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 5},
-    "evaluation before": {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True},
-}
+def test_a_run_of_transformers_is_extended(tmp_path: Path) -> None:
+    """Four steps there, eight in all: the rates are those of eight steps, from the first resumed one on."""
+    import transformers
 
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", WHEN)
-def test_logs_have_the_same_steps(name: str, tmp_path: Path) -> None:
-    """The mean of a logging window, evaluations between, and the entries of the history in their order."""
-
-    def script(library: Library) -> Any:
-        changes = {"max_steps": 10, **WHEN[name]}
-        trainer = library.trainer(changes, eval_dataset=FullTokens(9, seed=1))
-        return trained(trainer)
-
-    assert_same(*both(script, tmp_path))
+    (tmp_path / "theirs").mkdir()
+    theirs = Library(transformers, tmp_path / "theirs").trainer({"save_strategy": "steps", "save_steps": 4})
+    theirs.train()
+    ours = Library(ds_trainer, tmp_path / "ours").trainer({"max_steps": 8})
+    ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-4"))
+    rates = [entry["learning_rate"] for entry in logs(ours)]
+    assert rates[4:] == pytest.approx([1e-2 * (8 - step) / 8 for step in range(4, 8)])
+    assert ours.state.global_step == 8
+    ours.engine.close()

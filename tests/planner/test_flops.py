@@ -212,13 +212,6 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     assert rule.flops(SAMPLES, LENGTH) < 0.85 * all_trained
 
 
-def masked_pairs(length: int, window: int) -> int:
-    """Pairs of positions that a causal mask with a window leaves."""
-    positions = torch.arange(length)
-    distance = positions[:, None] - positions[None, :]
-    return int(((distance >= 0) & (distance < window)).sum())
-
-
 @pytest.mark.parametrize("window", [None, 16, 4096])
 def test_causal_attention_counts_half(window: int | None) -> None:
     length = 512
@@ -231,7 +224,10 @@ def test_causal_attention_counts_half(window: int | None) -> None:
     half = rule.flops(1, length, halve_causal=True) - products
     assert full == attention * length * min(length, window or length)
     # The diagonal belongs to the visible half: half a position for each.
-    assert half == pytest.approx(attention * masked_pairs(length, window or length), rel=0.04)
+    # Pairs of positions that a causal mask with a window leaves.
+    positions = torch.arange(length)
+    distance = positions[:, None] - positions[None, :]
+    assert half == pytest.approx(attention * int(((distance >= 0) & (distance < (window or length))).sum()), rel=0.04)
 
 
 def test_attention_windows_of_some_layers() -> None:

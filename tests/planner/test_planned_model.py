@@ -239,13 +239,9 @@ from tests.planner.test_anchors import LLAMA_8B
 print(PlannedModel.from_config(LLAMA_8B).total, "torch" in sys.modules)
 PlannedModel.from_config({"model_type": "bert"}, "x")
 """
-    code = code.replace("from tests.planner.test_anchors import LLAMA_8B", f"LLAMA_8B = {_llama()!r}")
+    from tests.planner.test_anchors import LLAMA_8B
+
+    code = code.replace("from tests.planner.test_anchors import LLAMA_8B", f"LLAMA_8B = {LLAMA_8B!r}")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["8030261248", "False"], done.stderr
     assert "ConfigError: x: model_type='bert' needs transformers to be planned" in done.stderr
-
-
-def _llama() -> dict[str, Any]:
-    from tests.planner.test_anchors import LLAMA_8B
-
-    return LLAMA_8B

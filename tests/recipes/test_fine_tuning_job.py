@@ -220,14 +220,10 @@ def test_long_samples_follow_the_policy(folder: Path) -> None:
 STREAMED = ["--data.streaming", "true", "--arguments.max_steps", "6", "--arguments.logging_steps", "2"]
 
 
-def streamed_recipe(folder: Path) -> None:
+def test_a_streamed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "more.jsonl").write_text('{"prompt": "100 plus one is ", "completion": "101."}\n' * 4)
     recipe = RECIPE.replace("  held_out: 5\n", "  eval: more.jsonl\n")
     (folder / "r.yaml").write_text(recipe)
-
-
-def test_a_streamed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    streamed_recipe(folder)
     results = job_of(load_recipe("r.yaml", STREAMED)).run()
     assert results["steps"] == 6 and results["evaluation"]["eval_samples"] == 4
     assert [row["share"] for row in results["data"]["sources"]] == [0.75, 0.25]

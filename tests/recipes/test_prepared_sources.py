@@ -12,6 +12,7 @@ from ds_trainer import TrainingArguments
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.encoding import RecordEncoder
 from ds_trainer.recipes.fine_tuning_data import FineTuningData, read_fine_tuning_data
+from ds_trainer.recipes.fine_tuning_job import data_card
 from ds_trainer.samples.chat.encoder import Encoder
 from ds_trainer.samples.chat.options import EncodeOptions
 from ds_trainer.utils.errors import ConfigError
@@ -34,7 +35,9 @@ def read(folder: Path, tokenizer: Any = None, **data: Any) -> FineTuningData:
 
 
 def test_a_file_read_in_another_format_gives_other_samples(folder: Path) -> None:
-    assert len(read(folder).train) == 6
+    tokenizer, data = chat_tokenizer(), read(folder)
+    assert len(data.train) == 6
+    assert len(data_card(data, tokenizer)["samples"]) == 3
     assert len(read(folder, format="text").train) == 1
     assert len(read(folder, format="jsonl").train) == 6
 

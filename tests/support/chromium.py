@@ -81,23 +81,19 @@ class Chromium:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._next()
+            deadline = time.monotonic() + SECONDS
+            while b"\0" not in self._rest:
+                ready, _, _ = select.select([self._read], [], [], deadline - time.monotonic())
+                assert ready, "Chromium does not answer"
+                data = os.read(self._read, 1 << 20)
+                assert data, "Chromium has ended"
+                self._rest += data
+            text, self._rest = self._rest.split(b"\0", 1)
+            answer: dict[str, Any] = json.loads(text)
+            self._note(answer)
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return answer["result"]  # type: ignore[no-any-return]
-
-    def _next(self) -> dict[str, Any]:
-        deadline = time.monotonic() + SECONDS
-        while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._read], [], [], deadline - time.monotonic())
-            assert ready, "Chromium does not answer"
-            data = os.read(self._read, 1 << 20)
-            assert data, "Chromium has ended"
-            self._rest += data
-        text, self._rest = self._rest.split(b"\0", 1)
-        message: dict[str, Any] = json.loads(text)
-        self._note(message)
-        return message
 
     def _note(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})

@@ -287,7 +287,17 @@ class Run:
             orphans = [f"{one.pid} {' '.join(one.cmdline())}" for one in left_over]
         finally:
             self.end_all()
-        self._settle(kills, moments)
+        # What was lost by each kill, and how long it took to be back; from the diaries, when all is over.
+        progress = self.progress()
+        step = 0  # done before the kill, as far as it was not lost already
+        for index, (kill, moment) in enumerate(zip(kills, moments, strict=True)):
+            step = max(step, kill.step) if kill.at == "start-up" else kill.step
+            after = [[b for b in starts if b.attempt == index + 1] for starts, _ in progress]
+            if all(after):
+                kill.resumed = after[0][0].step
+                kill.back = max(one[0].time for one in after) - moment
+                kill.lost = step - kill.resumed
+                step = kill.resumed
         records = [json.loads(path.read_text()) for path in sorted(self.directory.glob("story-*.json"))]
         return Outcome(
             code,
@@ -310,19 +320,6 @@ class Run:
         while self.process.poll() is None:
             self.ranks()  # for what they have in shared memory
             time.sleep(1.0)
-
-    def _settle(self, kills: list[Kill], moments: list[float]) -> None:
-        """What was lost by each kill, and how long it took to be back; from the diaries, when all is over."""
-        progress = self.progress()
-        step = 0  # done before the kill, as far as it was not lost already
-        for index, (kill, moment) in enumerate(zip(kills, moments, strict=True)):
-            step = max(step, kill.step) if kill.at == "start-up" else kill.step
-            after = [[b for b in starts if b.attempt == index + 1] for starts, _ in progress]
-            if all(after):
-                kill.resumed = after[0][0].step
-                kill.back = max(one[0].time for one in after) - moment
-                kill.lost = step - kill.resumed
-                step = kill.resumed
 
 
 def digest(outcome: Outcome) -> dict[str, Any]:

@@ -20,17 +20,13 @@ from tests.support.runs import train_and_report
 from tests.training.loop.test_auxiliary_loss import FOUR, SGD, make_data, reference, run
 
 
-def by_weighted_means(make_model: Any) -> Trajectory:
-    loss = partial(weighted_means, micro=2)
-    return train_plainly(make_model(), make_data(), loss=loss, optimizer="sgd", learning_rate=0.3)
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("shows", "declared"), [(True, None), (False, True), (True, True)])
 def test_a_custom_model_with_an_auxiliary_loss(shows: bool, declared: bool | None, tmp_path: Any) -> None:
     """It shows the term among its outputs, or says that there is one."""
     make_model = partial(OwnExperts, shows, declared)
-    wanted = by_weighted_means(make_model)
+    loss = partial(weighted_means, micro=2)
+    wanted = train_plainly(make_model(), make_data(), loss=loss, optimizer="sgd", learning_rate=0.3)
     for stage in (2, 3):
         for found in run(tmp_path, 2, make_model, **{**FOUR, "zero_stage": stage}):
             assert_equal(found, wanted)

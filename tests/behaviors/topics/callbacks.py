@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.behaviors.api import Api
-from tests.parity.test_events import EVENTS
+
+EVENTS = (
+    *("on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin"),
+    *("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict"),
+    *("on_save", "on_log", "on_prediction_step"),
+)
 
 
 def _recorder(api: Api, record: Any, events: Any = EVENTS) -> Any:

@@ -93,13 +93,6 @@ def assert_same_files(found: Path, wanted: Path) -> None:
     assert ours == reference and "adapter_model.safetensors" in ours
 
 
-def assert_same_adapters(found: Path, wanted: Path) -> None:
-    """The checkpoint itself is what peft loads, to the bit."""
-    ours, reference = files_of(found), files_of(wanted)
-    assert sorted_lists(ours["adapter_config.json"]) == sorted_lists(reference["adapter_config.json"])
-    assert ours["adapter_model.safetensors"] == reference["adapter_model.safetensors"]
-
-
 def sorted_lists(text: bytes) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(text)
     values["base_model_name_or_path"] = values["base_model_name_or_path"] or None  # peft 0.20 writes either
@@ -120,7 +113,10 @@ def test_adapters_are_exported_alone_and_merged(case: str, tmp_path: Path) -> No
     full = pool(world).run(partial(saved_both_ways, make_model, str(tmp_path), **changes))[0]
     checkpoint = tmp_path / "checkpoint-2"
     assert not (checkpoint / "model.safetensors").exists()
-    assert_same_adapters(checkpoint, tmp_path / "live")
+    # The checkpoint itself is what peft loads, to the bit.
+    ours, reference = files_of(checkpoint), files_of(tmp_path / "live")
+    assert sorted_lists(ours["adapter_config.json"]) == sorted_lists(reference["adapter_config.json"])
+    assert ours["adapter_model.safetensors"] == reference["adapter_model.safetensors"]
     export_checkpoint(checkpoint, tmp_path / "alone", SHARD)
     assert_same_files(tmp_path / "alone", tmp_path / "live")
 

@@ -121,19 +121,6 @@ def roll(flat: torch.Tensor) -> None:
     flat.copy_(flat.roll(len(flat) // 2))
 
 
-def corrupt_a_shard(engine: TrainingEngine, name: str) -> None:
-    """Exchange the halves of what rank 1 holds of one weight; every other rank has it right."""
-    if torch.distributed.get_rank() == 1:
-        parameter: Any = engine.deepspeed.module.get_parameter(name)
-        roll(getattr(parameter, "ds_tensor", parameter).data.view(-1))
-
-
-def corrupt_a_master(engine: TrainingEngine) -> None:
-    """The same with what rank 1 steps; what it computes with stays right."""
-    if torch.distributed.get_rank() == 1:
-        roll(flat_partitions(engine.deepspeed, 0)[0].tensor.data.view(-1))
-
-
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -149,10 +136,15 @@ def detected_faults(files: dict[str, Path], changed: Path, output_dir: str, stag
         found["new"] = verified(engine, changed / "renamed", allowed_new=["model.layers.1.mlp.up_proj"])
         found["all new"] = verified(engine, changed / "shape", allowed_new=True)
         if stage:
-            corrupt_a_master(engine)
+            # The same with what rank 1 steps; what it computes with stays right.
+            if torch.distributed.get_rank() == 1:
+                roll(flat_partitions(engine.deepspeed, 0)[0].tensor.data.view(-1))
             found["master"] = verified(engine, files["llama"])
     with engine_over(loaded(files["llama"]), output_dir, zero_stage=stage) as engine:
-        corrupt_a_shard(engine, UP)
+        # Exchange the halves of what rank 1 holds of one weight; every other rank has it right.
+        if torch.distributed.get_rank() == 1:
+            parameter: Any = engine.deepspeed.module.get_parameter(UP)
+            roll(getattr(parameter, "ds_tensor", parameter).data.view(-1))
         found["shard"] = verified(engine, files["llama"])
     with engine_over(loaded(files["qwen3_moe"]), output_dir, zero_stage=stage) as engine:
         found["experts"] = verified(engine, changed / "experts")

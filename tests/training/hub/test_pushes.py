@@ -253,7 +253,9 @@ def test_a_push_that_fails_does_not_end_the_training(
         hub.tokens[TOKEN] = True
 
     trainer = make_trainer(tmp_path, callbacks=[AtStep(step3=refuse, step5=accept)], max_steps=6)
-    _heard(caplog)
+    import logging
+
+    logging.getLogger("ds_trainer").propagate = True  # to where caplog listens
     trainer.train()
     trainer.engine.close()
     assert refused == ["Training in progress, step 2"]
@@ -332,9 +334,3 @@ def test_files_staged_by_a_killed_process_are_removed(tmp_path: Path) -> None:
     leftover.mkdir(parents=True)
     uploads.Uploads(tmp_path)
     assert not (tmp_path / uploads.FOLDER).exists()
-
-
-def _heard(caplog: pytest.LogCaptureFixture) -> None:
-    import logging
-
-    logging.getLogger("ds_trainer").propagate = True  # to where caplog listens

@@ -87,14 +87,10 @@ def test_the_model_is_not_sharded_before_training(tmp_path: Path) -> None:
     model = ds_trainer.from_pretrained(directory)
     del kept
     assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    assert differences_of_files(model, directory) == []
-
-
-def differences_of_files(model: nn.Module, directory: str) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     materialize(model, CPU)
-    return differences(model, AutoModelForCausalLM.from_pretrained(directory))
+    assert differences(model, AutoModelForCausalLM.from_pretrained(directory)) == []
 
 
 def test_a_subfolder_and_a_bin_file(tmp_path: Path) -> None:

@@ -56,7 +56,10 @@ class Events(TrainerCallback):
         self.now = state.global_step
         if self.slow is not None and state.global_step == self.until:
             self.slow.open.set()
-            until_written()
+            # Wait for the thread that saves.
+            for thread in threading.enumerate():
+                if thread.name == background.THREAD_NAME and thread is not threading.current_thread():
+                    thread.join(60)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         there = (Path(args.output_dir) / f"checkpoint-{state.global_step}").is_dir()
@@ -65,13 +68,6 @@ class Events(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.order.append("end")
-
-
-def until_written() -> None:
-    """Wait for the thread that saves."""
-    for thread in threading.enumerate():
-        if thread.name == background.THREAD_NAME and thread is not threading.current_thread():
-            thread.join(60)
 
 
 def trainer_of(output_dir: str, callbacks: Any = (), **arguments: Any) -> Trainer:

@@ -74,18 +74,6 @@ def space(trial: Any) -> dict[str, Any]:
     }
 
 
-def planned_study(storage: str) -> dict[str, Any]:
-    """Keywords for a study whose trials are the planned ones; what has learned nothing by the second step is pruned."""
-    import optuna
-
-    if distributed.rank() == 0:
-        study = optuna.create_study(storage=storage, study_name="planned")
-        for rate, size in zip(RATES, MICRO_BATCHES, strict=True):
-            study.enqueue_trial({"learning_rate": rate, "per_device_train_batch_size": size})
-    pruner = optuna.pruners.ThresholdPruner(upper=7.5, n_warmup_steps=2)  # the untrained model has 7.54
-    return {"storage": storage, "study_name": "planned", "load_if_exists": True, "pruner": pruner}
-
-
 def search(directory: str, failing: tuple[int, ...], stage: int) -> dict[str, Any]:
     notes = Notes(failing)
     args = arguments(directory, zero_stage=stage)
@@ -93,7 +81,20 @@ def search(directory: str, failing: tuple[int, ...], stage: int) -> dict[str, An
     trainer = make_trainer(args, callbacks=[notes])
     storage = f"sqlite:///{directory}/study.db"
     Path(directory).mkdir(exist_ok=True)
-    best = trainer.hyperparameter_search(space, n_trials=8, backend="optuna", **planned_study(storage))
+    # Keywords for a study whose trials are the planned ones; what has learned nothing by the second step is pruned.
+    import optuna
+
+    if distributed.rank() == 0:
+        study = optuna.create_study(storage=storage, study_name="planned")
+        for rate, size in zip(RATES, MICRO_BATCHES, strict=True):
+            study.enqueue_trial({"learning_rate": rate, "per_device_train_batch_size": size})
+    pruner = optuna.pruners.ThresholdPruner(upper=7.5, n_warmup_steps=2)  # the untrained model has 7.54
+    best = trainer.hyperparameter_search(
+        space,
+        n_trials=8,
+        backend="optuna",
+        **({"storage": storage, "study_name": "planned", "load_if_exists": True, "pruner": pruner}),
+    )
     same = trainer.args is args and dict(vars(args)) == given
     for name, value in best.hyperparameters.items():  # type: ignore[union-attr]
         setattr(trainer.args, name, value)
