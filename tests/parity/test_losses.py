@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity.library import Library, assert_same, both, trained
+import ds_trainer
+from tests.parity.library import Library, assert_same, both, logs, trained
 from tests.support.models import PlainLanguageModel, Regression, regression_rows, tiny_llama
 
 
@@ -71,3 +72,18 @@ def test_losses_of_models_of_every_kind(name: str, tmp_path: Path) -> None:
         return trained(library.trainer(given.pop("changes", None), given.pop("base", None), **given))
 
     assert_same(*both(script, tmp_path))
+
+
+def test_a_run_of_transformers_is_extended(tmp_path: Path) -> None:
+    """Four steps there, eight in all: the rates are those of eight steps, from the first resumed one on."""
+    import transformers
+
+    (tmp_path / "theirs").mkdir()
+    theirs = Library(transformers, tmp_path / "theirs").trainer({"save_strategy": "steps", "save_steps": 4})
+    theirs.train()
+    ours = Library(ds_trainer, tmp_path / "ours").trainer({"max_steps": 8})
+    ours.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-4"))
+    rates = [entry["learning_rate"] for entry in logs(ours)]
+    assert rates[4:] == pytest.approx([1e-2 * (8 - step) / 8 for step in range(4, 8)])
+    assert ours.state.global_step == 8
+    ours.engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_trainer.planner.activations.formula import Activations, BytesPerToken
+from ds_trainer.planner.activations.formula import BytesPerToken
 from ds_trainer.planner.candidate import CHUNK_TOKENS, IMBALANCE, Candidate
 from ds_trainer.planner.layer_sizes import layer_sizes
 from ds_trainer.planner.planned_model import PlannedModel
