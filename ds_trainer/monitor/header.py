@@ -24,6 +24,7 @@ class RunSummary:
     tensor_parallel: int
     context_parallel: int
     sequence_parallel: int
+    expert_parallel: int
 
     micro_batch_size: int
     """Samples of one forward pass on one data-parallel rank."""
@@ -156,6 +157,7 @@ def _layout(summary: RunSummary) -> str:
     return (
         f"{summary.world_size} {ranks} = dp {summary.data_parallel} x tp {summary.tensor_parallel}"
         f" x cp {summary.context_parallel} x sp {summary.sequence_parallel}"
+        + (f", experts over {summary.expert_parallel}" if summary.expert_parallel > 1 else "")
     )
 
 

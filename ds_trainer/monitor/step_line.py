@@ -44,6 +44,7 @@ LONGEST = 110
 _FIRST = (*LOSSES, "grad_norm", "learning_rate", "tokens_per_second", "samples_per_second", "mfu", "memory_gb")
 _RECORDED = re.compile(
     r"step_seconds|tflops_per_device|eval_.*_per_second|eval_items|eval_.*model_preparation_time|(load|packing)_.*|"
+    r"experts/.*|expert_.*|dead_experts|"
     r"(predicted|measured)_(step_seconds|peak_memory_bytes)|(step_seconds|peak_memory)_error"
 )
 _MUCH_WAITING = 0.1

@@ -93,6 +93,10 @@ class ExpertExchange:
         self._local_experts = local_experts
         self._product = product
         self.calls = 0
+        self._rank = group.rank()
+        self._counts = False  # whether this is training, whose loads are logged
+        self._load: torch.Tensor | None = None
+        self._bytes_sent = 0
 
     def __call__(
         self, module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -109,6 +113,7 @@ class ExpertExchange:
             ``[tokens, hidden]``, in the dtype of ``hidden``.
         """
         self.calls += 1
+        self._counts = module.training
         tokens, k = experts.shape
         call: _CheckpointedCall | None = getattr(_running, "call", None)
         route = self._new_route(experts) if call is None else call.route(lambda: self._new_route(experts))
@@ -126,10 +131,24 @@ class ExpertExchange:
         sent: list[int] | None = None,
     ) -> None:
         """``all_to_all_single`` with the ranks of the experts; an error of it names the layer."""
+        if self._counts and sent is not None and received is not None:
+            elsewhere = len(rows) - sent[self._rank]
+            self._bytes_sent += elsewhere * rows.shape[-1] * rows.element_size()
         try:
             all_to_all_single(arriving, rows, received, sent, group=self.group)
         except RuntimeError as error:
             raise RuntimeError(f"{self._name}: the exchange of tokens with other ranks has failed. {error}") from error
+
+    def take_load(self, device: torch.device) -> torch.Tensor:
+        """Pairs of token and expert of this rank in training since the last call, for each expert of all: int64."""
+        load, self._load = self._load, None
+        empty = torch.zeros(self._ranks * self._local_experts, dtype=torch.int64, device=device)
+        return empty if load is None else load
+
+    def take_bytes_sent(self) -> int:
+        """Bytes of rows that this rank has sent to others in training since the last call."""
+        sent, self._bytes_sent = self._bytes_sent, 0
+        return sent
 
     @torch.no_grad()
     def _new_route(self, experts: torch.Tensor) -> Route:
@@ -139,6 +158,8 @@ class ExpertExchange:
         counts = ids.new_zeros(self._ranks * self._local_experts).scatter_add_(0, ids, torch.ones_like(ids))
         arriving = torch.empty_like(counts)
         self.send(arriving, counts)
+        if self._counts:
+            self._load = counts if self._load is None else self._load.add_(counts)
         both = torch.stack([counts, arriving]).view(2, self._ranks, -1)
         sent, received = both.sum(2).tolist()  # the one wait of the host
         local = torch.arange(self._local_experts, device=ids.device).repeat(self._ranks)

@@ -18,6 +18,7 @@ SUMMARY = RunSummary(
     tensor_parallel=2,
     context_parallel=1,
     sequence_parallel=1,
+    expert_parallel=1,
     micro_batch_size=4,
     accumulation_steps=2,
     global_batch_size=64,

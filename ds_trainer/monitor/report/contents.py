@@ -64,6 +64,7 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
             loss: {name: thinned(points, MOST_SOURCE_POINTS) for name, points in list(found.items())[:MOST_SOURCES]}
             for loss, found in files.source_losses().items()
         },
+        "experts": files.expert_loads(),
         "spikes": spikes,
         "time": _time(files, use),
         "memory": memory,

@@ -187,6 +187,20 @@ def ranks_section(ranks: Mapping[str, Any] | None) -> str:
     return section("Ranks", f"{table(heads, rows)}<p class='soft small'>{text}</p>")
 
 
+def experts_section(loads: Mapping[str, Mapping[str, float]]) -> str:
+    """The last loads of divided experts; empty without them."""
+    if not loads:
+        return ""
+    heads = ("layer", "entropy of the load", "share of the busiest expert", "experts without tokens")
+    rows = [
+        (name, f"{load['entropy']:.3f}", f"{100 * load['busiest_share']:.2g} %", f"{load['dead']:.0f}")
+        for name, load in loads.items()
+        if len(load) == len(heads) - 1
+    ]
+    text = "Since the log before the last one, over all ranks. An entropy of 1 is an even load."
+    return section("Experts", f"{table(heads, rows)}<p class='soft small'>{text}</p>")
+
+
 _MOST_SAMPLES, _MOST_CHARACTERS, _MOST_SOURCES = 20, 6000, 200
 
 

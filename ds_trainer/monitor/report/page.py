@@ -11,6 +11,7 @@ from ds_trainer.monitor.report.charts import CHART_STYLE, DARK, LIGHT, SERIES
 from ds_trainer.monitor.report.figures import (
     curves_section,
     data_section,
+    experts_section,
     memory_section,
     ranks_section,
     source_section,
@@ -94,6 +95,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         time_section(report["time"]),
         memory_section(report),
         ranks_section(report["ranks"]),
+        experts_section(report["experts"]),
         data_section(report["data"]),
         _results(report["results"]),
         _checks(report["checks"]),

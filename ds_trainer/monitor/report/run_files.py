@@ -23,6 +23,7 @@ DATA_CARD_NAME = "data_card.json"
 _EVALUATION_LOSS = re.compile(r"eval_(\w+_)?loss")
 _SOURCE_LOSS = re.compile(r"((?:eval_(?:\w+_)?)?loss)/(.+)", re.DOTALL)
 _NOT_LOGGED = re.compile(r"train_.*|total_flos|eval_(\w+_)?(runtime|\w+_per_second|items|model_preparation_time)")
+_OF_EXPERTS = re.compile(r"experts/(.+)/(entropy|busiest_share|dead)")
 _POSITION = ("step", "epoch", "time")
 
 Points = list[tuple[float, float]]
@@ -129,10 +130,19 @@ class RunFiles:
                 found.setdefault(name[1], {})[name[2]] = points
         return found
 
+    def expert_loads(self) -> dict[str, dict[str, float]]:
+        """The last logged loads of divided experts, by layer and quantity."""
+        found: dict[str, dict[str, float]] = {}
+        for key in dict.fromkeys(key for record in self.records for key in record):
+            name = _OF_EXPERTS.fullmatch(key)
+            if name is not None and (value := self.last(key)) is not None:
+                found.setdefault(name[1], {})[name[2]] = value
+        return found
+
     def quantities(self) -> list[str]:
         """Names of everything that is logged during the training except losses of sources, by their first records."""
         names = dict.fromkeys(name for record in self.records for name, value in record.items() if is_number(value))
-        hidden = (_NOT_LOGGED, _SOURCE_LOSS)
+        hidden = (_NOT_LOGGED, _SOURCE_LOSS, _OF_EXPERTS)
         return [name for name in names if name not in _POSITION and not any(one.fullmatch(name) for one in hidden)]
 
     def last(self, name: str) -> float | None:

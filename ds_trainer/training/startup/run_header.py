@@ -67,6 +67,7 @@ def _summary(
         tensor_parallel=layout.tp,
         context_parallel=layout.cp,
         sequence_parallel=layout.sp,
+        expert_parallel=layout.ep,
         micro_batch_size=batch.micro_batch,
         accumulation_steps=batch.accumulation,
         global_batch_size=batch.global_batch_size,

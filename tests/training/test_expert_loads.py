@@ -1,0 +1,74 @@
+"""Loads of divided experts in metrics and report: those that the routers decide, counted once."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.monitor.report.contents import report_of
+from ds_trainer.monitor.report.page import report_page
+from ds_trainer.monitor.report.run_files import RunFiles
+from tests.support.expert_models import mixture
+from tests.support.pool import pool
+from tests.training.test_expert_parallel import samples
+
+
+def _train(directory: Path, to_one: bool, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    """Trains; the experts that this rank's routers have chosen in training, ``[layers][n]``."""
+    model = mixture("qwen3_moe", to_one_expert=to_one)
+    chosen: list[list[torch.Tensor]] = [[], []]
+
+    def record(calls: list[torch.Tensor], module: torch.nn.Module, args: Any, output: Any) -> None:
+        if module.training:
+            calls.append(output[-1].flatten().clone())
+
+    values = dict(per_device_train_batch_size=4, max_steps=2, logging_steps=2, learning_rate=0.0, save_strategy="no")
+    values |= dict(expert_parallel_size=2, self_test="never", use_cpu=True, **arguments)
+    trainer = Trainer(model, TrainingArguments(str(directory), **values), train_dataset=samples())
+    trainer.evaluate(samples()[:4])  # is not counted
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [gate.register_forward_hook(partial(record, calls)) for gate, calls in zip(gates, chosen, strict=True)]
+    trainer.train()
+    for hook in hooks:
+        hook.remove()
+    trainer.engine.close()
+    every = 2 if arguments["activation_checkpointing"] else 1  # the second time is the recomputation
+    return [torch.cat(calls[::every]) for calls in chosen]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_loads_are_those_of_the_routers(recomputes: bool, tmp_path: Path) -> None:
+    arguments = {"zero_stage": 1, "activation_checkpointing": recomputes}
+    found = pool(2).run(partial(_train, tmp_path, False, arguments))
+    files = RunFiles.read(tmp_path)
+    (record,) = [one for one in files.records if "loss" in one]
+    for layer in range(2):
+        counts = sum(torch.bincount(chosen[layer], minlength=4) for chosen in found).double()
+        share = counts / counts.sum()
+        key = f"experts/model.layers.{layer}.mlp.experts/"
+        entropy = float(-(share * share.log()).nansum() / torch.tensor(4.0).log())
+        assert record[f"{key}entropy"] == pytest.approx(entropy, rel=1e-6)
+        assert record[f"{key}busiest_share"] == pytest.approx(float(share.max()))
+        assert record[f"{key}dead"] == int((counts == 0).sum())
+    assert record["expert_load_entropy"] == min(record[f"experts/model.layers.{n}.mlp.experts/entropy"] for n in (0, 1))
+    # To the other rank, per layer: rows of 32 numbers in the forward and in the backward pass, there and back.
+    layer_bytes = 0.0
+    for layer in range(2):
+        mine, other = ((found[rank][layer] // 2 == 1 - rank).sum() for rank in (0, 1))
+        layer_bytes += float(mine + other) * 32 * 4
+    assert record["expert_exchange_gb"] == pytest.approx(layer_bytes * (3 if recomputes else 2) / 2 / 1e9, rel=1e-6)
+    assert "experts over 2" in str(report_of(files)["header"])
+    page = report_page(report_of(files))
+    assert "<h2>Experts</h2>" in page and "model.layers.1.mlp.experts" in page
+    assert not any(name.startswith("experts/") for name in report_of(files)["curves"])
+
+
+def test_dead_experts_are_counted(tmp_path: Path) -> None:
+    pool(2).run(partial(_train, tmp_path, True, {"zero_stage": 3, "activation_checkpointing": False}))
+    (record,) = [one for one in RunFiles.read(tmp_path).records if "loss" in one]
+    assert (record["dead_experts"], record["expert_busiest_share"], record["expert_load_entropy"]) == (4, 0.5, 0.5)
