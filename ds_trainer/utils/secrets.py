@@ -7,6 +7,7 @@ by its value, once it has been found (:func:`register_secret`), in text of other
 
 from __future__ import annotations
 
+import base64
 import functools
 import os
 import re
@@ -14,7 +15,9 @@ import string
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
+
+from ds_trainer.utils.secret_names import SERVICES, is_secret, words_of
 
 _SHORTEST = 4  # a shorter value would match unrelated text
 _SHORTEST_FOUND = 8  # of a value that nobody declared as a secret: "PASSWORD=test" must not hide every "test"
@@ -23,45 +26,13 @@ _LONGEST_NAME, _LONGEST_CONTAINER = 200, 5000
 _known: set[str] = set()
 
 
-def _set(words: str) -> frozenset[str]:
-    return frozenset(words.split())
+_NAMES, _VALUES = ("name", "key", "variable", "var", "env", "option", "header"), ("value", "val")
 
-
-# Words of names: "wandbApiKey", "X-Api-Key" and "WANDB_API_KEY2" are wandb, api, key.
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_ALWAYS = _set(
-    "password passwd passphrase passcode pwd secret credential apikey authorization cookie connectionstring dsn "
-    "jwt webhook otp pat sas bearer auth"
-)
-_RUN_TOGETHER = _set(
-    "password passwd passphrase apikey secretkey accesskey privatekey accountkey authtoken accesstoken apitoken "
-    "clientsecret"
-)
-_OF_KEYS = _set(
-    "api apis access private secret account encryption signing signature ssh rsa gpg pgp tls ssl auth service "
-    "master subscription storage license client deploy ingestion instrumentation hub hf huggingface openai "
-    "anthropic azure aws gcp google wandb comet neptune swanlab clearml mlflow dagshub trackio sendgrid stripe "
-    "security admin root bearer webhook"
-)
-# A token of a text, of a model or of a count; "tokens" is a number of those unless one of _OF_TOKENS precedes it.
-_NO_SECRET_TOKENS = _set(
-    "n num max min pad padding eos bos unk unknown sep cls mask image audio video vision special added additional "
-    "start end stop begin boi eoi boa eoa next last first prev previous per by prefix suffix middle fim turn role "
-    "think separator delimiter placeholder text word sub byte character char new newline decoder encoder forced "
-    "output input label class object latent query register sentinel skip seconds time cost loss price fill blank "
-    "empty any each generated target source prompt response answer tool call padded"
-)
-_OF_TOKENS = _set("access auth api refresh bearer hub hf session id oauth personal secret security")
-_ABOUT = _set(  # hub_token_file, password_length: what is named is no secret
-    "file files path paths dir directory name names count length size limit policy type types field env variable "
-    "required enabled url endpoint provider method mode scheme id ids index column expires expiry ttl sock"
-)
-_COMPOUNDS = (("connection", "string"), ("webhook", "url"), ("session", "id"), ("secret", "id"), ("set", "cookie"))
-
-_SHAPES = re.compile(
-    r"""
+# Where a word begins: behind what is no part of one, or "\\n" and "%3D" of a text that was written into another.
+_START = r"(?:\b|(?<=\\[nrtbf])|(?<=\\u[\da-f]{4})|(?<=%[\dA-F]{2}))"
+_SHAPES = r"""
       -----BEGIN\ [A-Z0-9 ]*PRIVATE\ KEY(?:\ BLOCK)?-----.*?(?:-----END\ [A-Z0-9 ]*-----|\Z)
-    | \bhf_[A-Za-z0-9]{16,} | \bapi_org_[A-Za-z0-9]{16,}
+    | \bhf_[A-Za-z0-9]{16,} | hf_[A-Za-z0-9]{30,} | \bapi_org_[A-Za-z0-9]{16,}
     | \bsk-[A-Za-z0-9_-]{16,}                                               # OpenAI, Anthropic and others
     | \b(?:sk|rk|pk|whsec)_(?:live_|test_)?[A-Za-z0-9]{16,}                  # Stripe
     | \bgh[pousr]_[A-Za-z0-9]{16,} | \bgithub_pat_[A-Za-z0-9_]{16,}
@@ -73,64 +44,67 @@ _SHAPES = re.compile(
     | \bnpm_[A-Za-z0-9]{16,} | \bpypi-[A-Za-z0-9_-]{16,} | \bdop_v1_[a-f0-9]{16,} | \bSG\.[\w-]{16,}\.[\w-]{16,}
     | \b(?:hvs|hvb)\.[A-Za-z0-9_-]{16,} | \bdapi[a-f0-9]{32}\b | \bnvapi-[A-Za-z0-9_-]{16,} | \bgsk_[A-Za-z0-9]{16,}
     | \br8_[A-Za-z0-9]{16,} | \bwandb_v1_[A-Za-z0-9_]{16,} | \bshp(?:at|ss|ca|pa)_[a-fA-F0-9]{16,}
-    | \bAGE-SECRET-KEY-1[A-Z0-9]{16,} | \blin_api_[A-Za-z0-9]{16,} | \bpplx-[A-Za-z0-9]{16,}
+    | \bAGE-SECRET-KEY-1[A-Z0-9]{16,} | \blin_api_[A-Za-z0-9]{16,} | \b(?:pplx|xai|HRKU|PMAK|NRAK|tvly)-[\w-]{16,}
+    | \b(?:hf_oauth|hf_jwt|tgp_v1|fw|lsv2_(?:pt|sk)|pscale_[a-z]+|sntry[su]|glsa|glc|dckr_[po]at|sbp|jina|ntn|secret
+       |figd|rubygems|lsk|e2b)_(?=[\w.-]*\d)[\w.-]{20,}
+    | \bdp\.[a-z]{2,5}\.\w{32,} | \bAT(?:ATT|CTT|BBT)3\w{16,} | \b1//0[\w-]{32,} | \bLTAI(?=\w*\d)\w{12,26}
+    | \b[\w~.-]{3}\dQ~[\w~.-]{31,34} | \b[0-9a-f]{32}-us\d{1,2}\b | \b(?:key-|SK|ms-)[0-9a-f-]{32,36}\b
+    | \b\d{8,10}:AA[\w-]{33} | \b[MNO][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,38} | PuTTY-User-Key-File-\d:.*
     | (?<=hooks\.slack\.com/)[\w/.-]+ | (?<=/api/webhooks/)[\w/.-]+ | (?<=webhook\.office\.com/)[\w/@.-]+
     | (?<=api\.telegram\.org/)bot[\w:-]+
-    """,
-    re.VERBOSE | re.DOTALL,
+    """
+_SHAPE, _ESCAPED_SHAPE = (
+    re.compile(_SHAPES.replace("| \\b", f"| {start}"), re.VERBOSE | re.DOTALL) for start in ("\\b", _START)
 )
 _URL_CREDENTIALS = re.compile(r"(?<=://)(?!(?:git|hg|svn|ssh|root|user|anonymous)@)[^/\s'\"<>]+(?=@)")
 _SCHEME = re.compile(r"\b((?i:bearer|basic))\s+(?=[^\s\"',]*(?:[\d=+/]|[a-z][A-Z])|\w{20})[\w.~+/=-]{8,}")
 _URL_VALUE = re.compile(
     r"(?i)(?<=[?&;])((?:x-amz-|x-goog-)?(?:sig|signature|credential|key|code|sessionid))=[^&\s\"'<>]+"
 )
-_SEPARATOR = re.compile(r"""(?P<quote>\\{0,8}["']?)[ \t]{0,8}(?:=>|[:=])[ \t]*""")
+_SEPARATOR = re.compile(r"""(?P<quote>\\{0,8}["']?)[ \t]{0,8}(?:=>|:=|[:=])[ \t]*""")
 _NAME_CHARACTERS = f"{string.ascii_letters}{string.digits}_.$-"
-_QUOTED = re.compile(r"""[bru]?(?:(?P<mark>\\{1,8}["'])[^\n]*?(?P=mark)|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""")
-_BARE = re.compile(r"""(?:[^\s,;&}\])"'<]|[,)](?=\S))+""")
-_REST_OF_LINE = re.compile(r"[^\s<\"'][^\n\"'}]*")
+_QUOTED = re.compile(
+    r"""(?:\w{1,32}\(|[bru])?(?:(?:\\{0,4}"){3}[^"]+"(?:\\{0,4}"){2}|(?P<mark>\\{1,8}["'])[^\n]*?(?P=mark)|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
+)
+_BARE = re.compile(r"""(?:(?!\\{1,4}n)[^\s,;&}\])"'<]|[,)](?=\S))+""")
+_REST_OF_LINE = re.compile(r"[^\s<\"'](?:(?!\\{1,4}n)[^\n\"'}])*")
 _ANY_SCHEME = re.compile(r"(?i)(?:bearer|basic|token|digest|negotiate|apikey|aws4-hmac-sha256)[ \t]+")
-_OPTION = re.compile(r"""(?<![\w-])(--?[A-Za-z][\w.-]*)(?:["'],)?[ \t]+["']?([^\s"'<-][^\s"']*)""")
-_NETRC = re.compile(r"(?i)\b(passw(?:or)?d)[ \t]+(?=[^\s\"']*\d)[^\s\"'<]{8,}")
+_OPTION = re.compile(r"""(?<![\w-])(--?[A-Za-z][\w.-]*)(?:["'],)?[ \t]+["']?((?<=')[^'\n]+(?=')|[^\s"'<\\-][^\s"']*)""")
+# Where a secret has no name: words of netrc, user:word@host.org, curl -u user:word, sshpass -p word, mysql -pword.
+_PLACES = re.compile(
+    r"""\b((?i:passw(?:or)?d)[ \t]+(?=[^\s"']*\d|\w{20}))[^\s"'<]{8,}"""
+    r"""|((?<![\w.+-])[\w.+-]{1,64}:|\bthin:\w{1,64}/)[^\s:/@"'<>]{6,}(?=@[\w-]+(?:\.[\w-]+){0,8}[.:][a-z\d]{2})"""
+    r"""|((?<!\S)(?:-u|--user|--proxy-user)[ =]["']?[\w.@+-]{1,64}:)(?!\d+\b)[^\s"'<>]+"""
+    rf"""|({_START}(?:sshpass|login|mysql\w*)\b[^\n|;&]{{0,99}}?\s-p[ ]?["']?)(?=[^\s"']*\d)[^\s"'<>]{{6,}}"""
+)
+_ELEMENT = re.compile(r"(<([\w.-]{1,64})>)[^<>\n]+(?=</)")
 _NAME_AND_VALUE = re.compile(
-    r"""(?<![\w.-])((?:name|key)["']?[:=][ \t]*["']?)([\w.-]+)"""
-    r"""(["']?[,;]?\s+["']?value["']?[:=]\s*)("[^"\n]*"|'[^'\n]*'|[^\s"'}]+)"""
+    r"""(?<![\w.-])((?i:name|key|variable|var|env|option|header)["']?[:=][ \t]*["']?)([\w.-]+)"""
+    r"""(["']?[,;]?\s+["']?(?i:value|val)["']?[:=]\s*)("[^"\n]*"|'[^'\n]*'|[^\s"'}]+)"""
 )
 _BRACKET = re.compile(r"[\[\]{}]")
-_END_OF_LINE = re.compile(r"""[ \t\r"'\\]{0,8}(?:\n|\Z)""")
-_NO_VALUES = _set("none null true false expected ~ | > |- >-")
+_LINE = r"(?:\n|\\{1,4}n)%s(?:(?!\\{1,4}n)[^\n])+"
+_LINES = re.compile(  # of YAML: a block of text, a list, a mapping of secrets
+    rf"[|>][+-]?\d?[ \t\r]*(?:{_LINE % '[ ]+'})+|\r?(?:{_LINE % '[ ]*-[ ]+'})+"
+    rf"|(?:(?<=credentials:)|(?<=secrets:)|(?<=passwords:))\r?(?:{_LINE % '[ ]+'})+"
+)
+# What stands behind a name without a separator: "Your API key is X", environ["TOKEN"] = "X", ("token", "X").
+_RANDOM, _CHANGE = re.compile(r"[\w+/~.-]{12,}={0,2}"), re.compile(r"(?<=\d)[A-Za-z]|(?<=[A-Za-z])\d")
+_PHRASE = re.compile(r"(?<![<\w])[A-Za-z_][\w.-]*(?:[ ](?:key|token))?")
+_BETWEEN = re.compile(
+    r"(?:[^\w:=]|\b(?!none|null|true|false|auto|sha|commit|revision|hash|digest|path|file|id\b)[a-z]{1,9}\b)*"
+    r"(?:[:=]{1,3}(?:[^\w:=]|\b[a-z]{1,9}\b)*)?"
+)
+_BARE_NAME = re.compile(r"""["'](?:key|pass)\\*["']: \\*["']\Z|(\w+)\W{1,3}key[:=][ ]?\Z""")  # {"wandb": {"key": "X"}}
+_ESCAPE = re.compile(r"(?:\x1b|\\x1b|\\u001b)\[[\d;]*m|\\[nrt]|\\u00a0|\\xa0")
+_BASE64, _PERCENT = (
+    re.compile(r"(?:(?<=\\[nrt])|(?<![\w+/\\-]))[\w+/-]{24,}={0,2}", re.ASCII),
+    re.compile(r"[^\s\"'<>]*?%[0-9A-Fa-f]{2}[^\s\"'<>]*"),
+)
+_END_OF_LINE = re.compile(r"""\\{1,4}n|[ \t\r"'\\]{0,8}(?:\n|\Z)""")
+_NO_VALUES = ["none", "null", "true", "false", "expected", "~", "|", ">", "|-", ">-"]
 # After "token: ": a word of a sentence, or NAME=VALUE. Values have digits or length.
 _PROSE = re.compile(r"[A-Za-z]{1,19}[.,;:!?]*|[\w.-]+=.*")
-
-
-@functools.lru_cache(maxsize=4096)
-def is_secret(name: str) -> bool:
-    """Whether ``name`` is that of a token, a key or a password: ``hub_token``, ``wandb.apiKey``, ``--db-passwd``.
-
-    Names of the tokens of a text (``pad_token``, ``num_tokens``) and of other keys (``sort_key``) are not.
-    """
-    if name.lstrip("-") in ("PWD", "OLDPWD"):  # directories, in the environment of every shell
-        return False
-    *above, last = name.strip("\"' ").rsplit(".", 8)
-    if any(word in ("secrets", "credentials", "passwords") for part in above for word in _words(part)):
-        return True
-    words = _words(last)
-    if not words or (words[-1] in _ABOUT and tuple(words[-2:]) not in _COMPOUNDS):
-        return False
-    ending, before = words[-1], words[-2] if len(words) > 1 else ""
-    singular = ending.removesuffix("s") if ending not in ("sas", "dns") else ending
-    if tuple(words[-2:]) in _COMPOUNDS or singular in _ALWAYS or singular.endswith(tuple(_RUN_TOGETHER)):
-        return True
-    if singular == "key":
-        return before in _OF_KEYS
-    if singular == "token":
-        return before in _OF_TOKENS if ending == "tokens" else before not in _NO_SECRET_TOKENS
-    # hub_token_read, secret_value, PASSWORD_OLD; not "secrets_of_nature"
-    return any(word in ("password", "passwd", "passphrase", "secret", "apikey") for word in words)
-
-
-def _words(name: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(name)]
 
 
 def masked(name: str) -> str:
@@ -138,21 +112,35 @@ def masked(name: str) -> str:
     return f"<{name.upper()}>"
 
 
-def without_secrets(value: Any) -> Any:
-    """``value`` with all masked whose name is that of a secret, at any depth, and every text :func:`redacted`."""
+def without_secrets(value: Any, above: str = "") -> Any:
+    """``value`` with all masked whose name is that of a secret, at any depth, and every text :func:`redacted`.
+
+    ``above`` is the name of ``value``. Objects other than numbers and arrays that show a secret become text.
+    """
     if isinstance(value, Mapping):
-        named = str(value.get("name") or value.get("key") or "")  # {"name": "WANDB_API_KEY", "value": "..."}
-        return {
-            name: masked(named)
-            if name == "value" and isinstance(entry, str) and is_secret(named)
-            else _masked_leaves(entry, masked(str(name)))
-            if is_secret(str(name))
-            else without_secrets(entry)
-            for name, entry in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return _without_pairs([without_secrets(entry) for entry in value])
-    return redacted(value) if isinstance(value, str) else value
+        lower = {str(name).lower(): entry for name, entry in value.items()}
+        named = str(next((lower[name] for name in _NAMES if lower.get(name)), ""))  # name: WANDB_API_KEY, value: ...
+        login = not lower.keys().isdisjoint(("user", "username", "login", "secret"))  # user and pass, key and secret
+
+        def shown(name: str, entry: Any) -> Any:
+            found = name if is_secret(name) or is_secret(f"{above}.{name}") else ""
+            if name.lower() in _VALUES and isinstance(entry, str) and is_secret(named):
+                found = named
+            elif login and name.lower() in ("pass", "key") and isinstance(entry, str):
+                found = name
+            return _masked_leaves(entry, masked(found)) if found else without_secrets(entry, name)
+
+        return {redacted(name) if isinstance(name, str) else name: shown(str(name), value[name]) for name in value}
+    if isinstance(value, list | tuple | set | frozenset):
+        entries = [without_secrets(entry) for entry in value]
+        return type(value)(entries) if isinstance(value, set | frozenset) else _without_pairs(entries)
+    if isinstance(value, str):
+        return redacted(value)
+    if value is None or isinstance(value, int | float) or type(value).__module__.startswith(("torch", "numpy")):
+        return value
+    text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
+    hidden = redacted(text)
+    return value if hidden == text else hidden
 
 
 def _masked_leaves(value: Any, text: str) -> Any:
@@ -168,8 +156,13 @@ def _without_pairs(words: list[Any]) -> list[Any]:
     """A list of words in which an option has its value behind it: ``["--token", "abc"]``."""
     for number, word in enumerate(words[1:], 1):
         before = words[number - 1]
-        if isinstance(word, str) and isinstance(before, str) and _is_option(before) and not word.startswith("--"):
+        if not (isinstance(word, str) and isinstance(before, str)) or word.startswith("--"):
+            continue
+        pair = len(words) == 2 and (_is_random(word) or " " in word) and is_secret(before)  # ("token", "abc")
+        if pair or _is_option(before) or (before == "login" and _is_random(word)):
             words[number] = masked(_field(before))
+        elif before in ("-u", "--user", "--proxy-user"):
+            words[number] = redacted(f"-u {word}").removeprefix("-u ")
     return words
 
 
@@ -229,15 +222,52 @@ def redacted(text: str) -> str:
     own = _values_of_words(tuple(sys.orig_argv))
     for secret in sorted({*_known, *_of_environment(), *own}, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
-    text = _SHAPES.sub(_HIDDEN, text)
+    text = (_ESCAPED_SHAPE if "\\" in text or "%" in text else _SHAPE).sub(_HIDDEN, text)
     if "://" in text:
         text = _URL_CREDENTIALS.sub(_HIDDEN, text)
-    text = _URL_VALUE.sub(rf"\1={_HIDDEN}", text)
-    text = _NETRC.sub(rf"\1 {_HIDDEN}", _SCHEME.sub(rf"\1 {_HIDDEN}", text))
+    text = _SCHEME.sub(rf"\1 {_HIDDEN}", _URL_VALUE.sub(rf"\1={_HIDDEN}", text))
+    text = _PLACES.sub(lambda found: f"{found[found.lastindex or 0]}{_HIDDEN}", text)
     text = _NAME_AND_VALUE.sub(
         lambda found: f'{found[1]}{found[2]}{found[3]}"{_HIDDEN}"' if is_secret(found[2]) else found.group(), text
     )
-    return _without_options(_without_named(text))
+    text = _ELEMENT.sub(lambda found: f"{found[1]}{_HIDDEN}" if is_secret(found[2]) else found.group(), text)
+    text = _RANDOM.sub(_without_near, _without_options(_without_named(text)))
+    text = _BASE64.sub(_without_encoded, text)
+    return _PERCENT.sub(_without_encoded, text) if "%" in text else text
+
+
+def _is_random(word: str) -> bool:
+    """Whether nobody would have written ``word``: letters and digits by turns, or a long number in hexadecimal."""
+    return any(len(_CHANGE.findall(part)) >= 3 for part in re.findall(r"[A-Za-z0-9]{10,}", word)) or bool(
+        re.search(r"[0-9a-f]{24}", word)
+    )
+
+
+def _without_near(found: re.Match[str]) -> str:
+    """A random word, hidden if what precedes it ends in the name of a secret and a few words of a phrase."""
+    word = found.group()
+    if _is_random(word):
+        before = _ESCAPE.sub(" ", found.string[max(0, found.start() - 64) : found.start()])
+        bare = _BARE_NAME.search(before)
+        if bare and bare[1] in (None, *SERVICES):
+            return _HIDDEN
+        for name in _PHRASE.finditer(before):
+            if (is_secret(name.group()) or name.group() == "login") and _BETWEEN.fullmatch(before, name.end()):
+                return _HIDDEN
+    return word
+
+
+def _without_encoded(found: re.Match[str]) -> str:
+    """A word in base64 or with ``%3D``, hidden or decoded if what it says is a secret."""
+    word = found.group()
+    if "%" in word:
+        text = unquote(word)
+        return word if text == word or (hidden := redacted(text)) == text else hidden
+    try:
+        text = base64.b64decode(word.rstrip("=") + "==", "-_" if "-" in word or "_" in word else None).decode("ascii")
+    except ValueError:
+        return word
+    return word if redacted(text) == text else _HIDDEN
 
 
 def _of_environment() -> Iterable[str]:
@@ -253,7 +283,8 @@ def _without_named(text: str) -> str:
     done = 0
     for sign in _SEPARATOR.finditer(text):
         before = text[max(done, sign.start() - _LONGEST_NAME) : sign.start()]
-        name = before[len(before.rstrip(_NAME_CHARACTERS)) :]
+        rest = before.rstrip(_NAME_CHARACTERS)
+        name = before[len(rest) + rest.endswith("\\") :]  # the n of "\\n" is no part of it
         if sign.start() < done or not name or not is_secret(name):
             continue
         if (end := _end_of_container(text, sign.end())) is not None:
@@ -261,7 +292,8 @@ def _without_named(text: str) -> str:
             done = end
             continue
         quoted = _QUOTED.match(text, sign.end())
-        value = quoted or _bare_value(text, sign, name, flow)
+        lines = _LINES.match(text, sign.end()) if ":" in sign.group() else None
+        value = quoted or lines or _bare_value(text, sign, name, flow)
         if value is None:
             continue
         shown = _HIDDEN
@@ -290,7 +322,7 @@ def _end_of_container(text: str, start: int) -> int | None:
 def _bare_value(text: str, sign: re.Match[str], name: str, flow: bool) -> re.Match[str] | None:
     """The value without quotes behind ``sign``; None if that is a word of a sentence, or nothing."""
     colon = ":" in sign.group()
-    if colon and _words(name)[-1] in ("authorization", "cookie"):
+    if colon and words_of(name)[-1] in ("authorization", "cookie"):
         scheme = _ANY_SCHEME.match(text, sign.end())
         return _REST_OF_LINE.match(text, scheme.end() if scheme else sign.end())
     value = _BARE.match(text, sign.end())
@@ -306,7 +338,8 @@ def _without_options(text: str) -> str:
 
     def shown(found: re.Match[str]) -> str:
         option, value = found.groups()
-        if not is_secret(option) or _PROSE.fullmatch(value):
+        more = len(value) >= _SHORTEST_FOUND and text.startswith(" -", found.end())  # --password abcdefgh -n 1
+        if not is_secret(option) or (_PROSE.fullmatch(value) and not more):
             return found.group()
         return found.group()[: found.start(2) - found.start()] + _HIDDEN
 

@@ -17,10 +17,12 @@ import torch
 
 from ds_trainer import TrainingArguments
 from ds_trainer.config.user_config import read_user_config
+from ds_trainer.monitor.report.writing import write_report
 from ds_trainer.utils.errors import ConfigError
 from tests.support.hub_server import HubServer, pointed_at
 from tests.support.pool import pool
 from tests.training.hub.support import NAME, make_trainer, wait_for
+from tests.utils.test_secret_table import TEXTS
 
 IN_ARGUMENTS = "hf_inTheArguments0123456789abcd"
 IN_ENVIRONMENT = "hf_inTheEnvironment0123456789ab"
@@ -30,11 +32,12 @@ IN_RUN_NAME = "passwordInTheAddress77"
 ON_COMMAND_LINE = "valueOfAnOption5150"
 OF_ANOTHER_VARIABLE = "valueOfAVariable1984"
 SECRETS = (IN_ARGUMENTS, IN_ENVIRONMENT, BY_HAND, OF_COMET, IN_RUN_NAME, ON_COMMAND_LINE, OF_ANOTHER_VARIABLE)
+ALL_WAYS = "\n\n".join(text for text, _ in TEXTS)
 _CLIENTS = ("huggingface_hub", "httpx", "httpcore", "httpx2", "httpcore2")  # before and since huggingface_hub 2
 
 
 def found_in(text: bytes) -> list[str]:
-    return [secret for secret in SECRETS if secret.encode() in text]
+    return [secret for secret in {*SECRETS, *(secret for _, secret in TEXTS)} if secret.encode() in text]
 
 
 @contextmanager
@@ -87,7 +90,7 @@ def run_on_rank(url: str, folder: str, log_file: str) -> dict[str, Any]:
             trainer = make_trainer(
                 Path(folder),
                 hub_token=IN_ARGUMENTS,
-                run_name=f"https://me:{IN_RUN_NAME}@host/{OF_ANOTHER_VARIABLE} of {ON_COMMAND_LINE}",
+                run_name=f"https://me:{IN_RUN_NAME}@host/{OF_ANOTHER_VARIABLE} of {ON_COMMAND_LINE}\n\n{ALL_WAYS}",
                 hub_strategy="all_checkpoints",
                 hub_always_push=True,
                 per_device_train_batch_size=1,
@@ -97,6 +100,7 @@ def run_on_rank(url: str, folder: str, log_file: str) -> dict[str, Any]:
                 report_to=["tensorboard"],
             )
             trainer.train()
+            write_report(Path(trainer.args.output_dir))
             for token in (BY_HAND, IN_ENVIRONMENT):
                 try:
                     trainer.push_to_hub(token=token)
@@ -135,7 +139,9 @@ def test_no_secret_is_written_anywhere(hub: HubServer, tmp_path: Path) -> None:
     assert found_in(json.dumps([result["errors"] for result in results]).encode()) == []
 
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"ds_config.json", "training_args.json", "arguments1.pt"} <= {path.name for path in written}
+    assert {"ds_config.json", "training_args.json", "arguments1.pt", "report.html", "report.json"} <= {
+        path.name for path in written
+    }
     assert any(path.name == "rank_00001.safetensors" for path in written) and any(
         "tfevents" in path.name for path in written
     )
