@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.recipes.saved_model import SavedModel
 from ds_trainer.recipes.tokenizers import ByteTokenizer, load_processor
+from ds_trainer.samples.chat.problems import RenderError
+from ds_trainer.samples.chat.rendering import Renderer
+from ds_trainer.samples.chat.templates import load_template
 from ds_trainer.samples.images.image_tokens import ImageTokens
 from ds_trainer.samples.sources.images import BadImage, read_image
 from ds_trainer.utils.errors import ConfigError
@@ -75,6 +79,9 @@ class ChatSession:
         self._reader: ChatImages | None = None
         self._attached: list[Any] = []
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        if self.has_template:
+            today = datetime.date.today().isoformat()
+            self._renderer = Renderer(load_template(None, tokenizer), tokenizer, {}, today)
         self._system: str | None = None
         self._turns: list[dict[str, Any]] = []
         self._as_parts = self.has_template and self._reads_parts()
@@ -187,14 +194,10 @@ class ChatSession:
         return False
 
     def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-        import jinja2
-
         turns = [{"role": message["role"], "content": self._content(message)} for message in messages]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
-            )
-        except jinja2.TemplateError as error:
+            return self._renderer.render(turns, None, add_generation_prompt)
+        except RenderError as error:
             raise ConfigError(f"The model's chat template refuses the conversation: {error}") from error
 
     def _content(self, message: dict[str, Any]) -> str | list[dict[str, str]]:

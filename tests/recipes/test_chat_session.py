@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,19 @@ def test_a_template_that_refuses_says_why() -> None:
     session.set_system("s")
     with pytest.raises(ConfigError, match="no system"):
         session.ask("x", lambda piece: None)
+
+
+def test_a_template_that_grows_without_end_is_refused() -> None:
+    """Once when the model is loaded, and once by what was said."""
+    began = time.process_time()
+    tokenizer = chat_tokenizer("{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"The chat template (makes|takes) more"):
+        ChatSession(Scripted([1]), tokenizer, GenerationOptions())
+    by_text = "{% for m in messages %}" + "{% for _ in m.content %}" * 4 + "{% endfor %}" * 5
+    session = ChatSession(Scripted([1]), chat_tokenizer(by_text + "{{ messages[0].content }}"), GenerationOptions())
+    with pytest.raises(ConfigError, match="refuses the conversation: The chat template takes more than"):
+        session.ask("a long question" * 10, lambda piece: None)
+    assert time.process_time() - began < 10
 
 
 def test_an_interrupted_answer_is_kept() -> None:
