@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
-from ds_trainer.utils.secret_names import SERVICES, is_secret, words_of
+from ds_trainer.utils.secret_names import SERVICES, words_of
+from ds_trainer.utils.secret_names import is_secret as is_secret
 
 _SHORTEST = 4  # a shorter value would match unrelated text
 _SHORTEST_FOUND = 8  # of a value that nobody declared as a secret: "PASSWORD=test" must not hide every "test"
