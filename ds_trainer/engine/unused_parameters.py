@@ -9,7 +9,7 @@ gradient norm counts the ranks that lack some, and only if all do, they exchange
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class UnusedParameters:
     def __init__(
         self, engine: Any, groups: ParallelGroups, seen: SeenGradients | None, norm: GradientNorm | None
     ) -> None:
-        self._seen = seen
+        self._seen, self._module = seen, engine.module
         self._norm = norm
         self._group: Any = groups.seq_data_parallel if groups.layout.seq_data_parallel_size > 1 else None
         self._device = engine.device
@@ -48,16 +48,19 @@ class UnusedParameters:
         self.steps = SeparateSteps(engine, groups.coordinates.tp)
 
     @contextmanager
-    def dummy(self) -> Iterator[None]:
-        """Context of the backward pass of a micro-batch without samples, whose gradients do not count."""
-        seen = self._seen
-        if seen is None:
+    def dummy(self, gradient: torch.Tensor) -> Iterator[None]:
+        """Context of the backward pass of a micro-batch without samples, whose gradients are ``gradient``, 0 or nan."""
+        seen, trained = self._seen, [weight for weight in self._module.parameters() if weight.requires_grad]
+        ignored = set() if seen is None else seen.without_gradient()
+        with ExitStack() as stack:
+            for weight in trained:  # 0 / 0, which a loss without samples may be, has a gradient of nan
+                stack.callback(weight.register_hook(lambda found: torch.zeros_like(found) + gradient).remove)
+            if seen is not None:
+                seen.ignored = ignored
             yield
-            return
-        seen.ignored = seen.without_gradient()
-        yield
-        seen.forget(seen.ignored)
-        seen.ignored = set()
+        if seen is not None:
+            seen.forget(ignored)
+            seen.ignored = set()
 
     def interrupted(self) -> None:
         """The backward pass of a step that will be dropped has ended with an error."""

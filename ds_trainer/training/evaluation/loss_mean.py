@@ -54,7 +54,8 @@ class LossMean:
             return
         items = count_for(self._device, items).double()
         loss = loss.detach().to(self._device).double().mean()
-        total = torch.where(items > 0, loss if self.summed else loss * items, 0.0)
+        # A mean over nothing is nan; infinite is what a count of 0 divides, and is missing in the sum.
+        total = torch.where((items > 0) | loss.isinf(), loss if self.summed else loss * items, 0.0)
         finite = total.isfinite()
         zero = torch.zeros_like(total)
         values = [total, items, torch.where(finite, total, zero), torch.where(finite, items, zero)]

@@ -86,11 +86,12 @@ class LossComputation:
         batches: those of a step whose losses are not known yet.
         loader: of the training; a measurement may read samples of its dataset.
         items: item count of the current step.
+        empty: whether the last micro-batch has nothing that its loss is a mean of, as far as the host knows.
         overlap_count: see above.
         defers_outputs: whether also an evaluation that wants outputs gets deferred logits.
     """
 
-    defers_outputs = False
+    defers_outputs = empty = False
 
     def __init__(
         self,
@@ -231,6 +232,7 @@ class LossComputation:
         fetched, count = self._counted.get(id(inputs), (None, None))
         if count is None or fetched is not inputs:
             count = self.rule.weight(inputs)
+        self.empty = not self.rule.weighting.summed and count.device.type == "cpu" and not int(count)
         return count_for(self._device, count)
 
     def of(

@@ -173,7 +173,7 @@ class MicroBatchRunner:
         contribution = rule.contribution(loss, local, items)
         by_source = losses.sources.window
         passes = self._engine.passes
-        dummy = isinstance(inputs, Dummy) or (passes is not None and passes.is_dummy)
+        dummy = isinstance(inputs, Dummy) or losses.empty or (passes is not None and passes.is_dummy)
         if dummy:
             contribution = contribution * 0.0
         elif by_source is not None:
@@ -183,7 +183,7 @@ class MicroBatchRunner:
         # A copy if it is the tensor of the model: a CUDA graph reuses that memory for the next loss.
         kept = contribution.detach().clone() if contribution is loss else contribution.detach()
         if dummy:
-            with self._engine.unused_parameters.dummy():
+            with self._engine.unused_parameters.dummy(kept):
                 self._engine.backward(contribution)
         else:
             self._engine.backward(contribution)

@@ -1,8 +1,12 @@
-"""With sharded sequences a loss without item count is that of one process, is refused, or is said to depend on them."""
+"""With sharded sequences a loss without item count is that of one process, is refused, or is said to depend on them.
+
+So are those of micro-batches without anything that the loss is a mean of.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from tests.support.layouts import PlainAttention
+from tests.support.loss_functions import Head
 from tests.support.models import VOCABULARY
 from tests.support.pool import pool
 
@@ -143,3 +150,52 @@ def test_a_loss_of_shards_is_that_of_one_process_or_said(layout: str, tmp_path: 
             elif rank == 0:
                 what = "which tokens of a sequence a rank has" if sharded else "which samples share a micro-batch"
                 assert what in " ".join(said)
+
+
+def _known(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of a micro-batch without known values it is 0 / 0, with a gradient of nan."""
+    known = ~labels.isnan()
+    return ((logits[..., 0] - labels.nan_to_num()).square() * known).sum() / known.sum()
+
+
+def _over_positives(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of a micro-batch without positives it is infinite: what it adds to the sum of all is lost."""
+    return nn.functional.binary_cross_entropy_with_logits(logits[:, 0, :1], labels[:, :1], reduction="sum") / (
+        labels[:, :1].sum()
+    )
+
+
+def empty_one(loss: Any, output_dir: str, missing: float, stage: int) -> tuple[list[float], list[float]]:
+    """Loss and norm of a step with three micro-batches, one without anything; loss of an evaluation. And wanted."""
+    torch.manual_seed(1)
+    labels = torch.full((12, 3), missing)
+    for row in (0, 1, 2, 3, 8, 9, 10, 11):
+        labels[row, : 1 + row % 3] = 1.0 + row * float(missing != 0)
+    rows = [{"x": torch.randn(3, 4), "labels": labels[row]} for row in range(12)]
+    args = TrainingArguments(
+        output_dir, per_device_train_batch_size=4 // distributed.world_size(), gradient_accumulation_steps=3,
+        per_device_eval_batch_size=4 // distributed.world_size(), zero_stage=stage, optim="sgd", learning_rate=0.0,
+        max_grad_norm=0.0, max_steps=1, logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True,
+        train_sampling_strategy="sequential", remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = Trainer(Head(loss), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    logs = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
+    found = [logs["loss"], logs["grad_norm"], trainer.evaluate()["eval_loss"]]
+    trainer.engine.close()
+    model = Head(loss)
+    whole = model(**torch.utils.data.default_collate(rows))["loss"]
+    whole.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    return found, [float(whole.detach()), float(norm), float(whole.detach())]
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_a_micro_batch_without_items_has_no_gradient(ranks: int, stage: int, tmp_path: Path) -> None:
+    found, wanted = pool(ranks).run(empty_one, _known, str(tmp_path), float("nan"), stage)[0]
+    assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def test_what_a_count_of_zero_divides_is_not_lost_in_silence(tmp_path: Path) -> None:
+    with_warning = pool(1).run(empty_one, _over_positives, str(tmp_path), 0.0, 0)[0][0]
+    assert not any(math.isfinite(value) for value in with_warning[:2])
