@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ds_trainer.utils import exit_codes, outcomes
-from ds_trainer.utils.exit_codes import DONE, FAILED, FAULT, HUNG, TERMINATED, Restart, row_of, signal_name
+from ds_trainer.utils.exit_codes import DONE, FAILED, FAULT, HUNG, INTERRUPTED, TERMINATED, Restart, row_of, signal_name
 from ds_trainer.utils.files import read_json, write_json
 from ds_trainer.utils.outcomes import RankOutcome
 
@@ -133,7 +133,8 @@ def main(argv: Sequence[str]) -> int:
     codes = " ".join(map(str, sorted({outcome.code for outcome in ended.values()}))) or "no exit codes"
     print(end.code, "restart" if decision.restart else "end", *decision.exclude)
     print(f"the ranks ended with {codes}, srun with {launcher_code}")
-    failed = f"ended with exit code {end.code}" if row_of(end.code) is row_of(FAILED) else ""  # others agreed on it
+    alone = row_of(end.code) in (row_of(FAILED), row_of(INTERRUPTED))  # all ranks have agreed on the others
+    failed = f"ended with exit code {end.code}" if alone else ""
     who = (
         [f"rank {end.rank} on {end.host}: {end.error or failed}"]
         if end.rank is not None and (end.error or failed)

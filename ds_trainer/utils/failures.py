@@ -349,7 +349,8 @@ def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
     """Report ``error``, or raise PeerFailure if another rank caused it."""
     broken = (watch is not None and watch.aborted) or _is_broken_connection(error)
     agreed = isinstance(error, SystemExit) and code_of(error) in (DONE, REQUEUE, STOPPED)  # all ranks stop
-    if not agreed and not isinstance(error, PeerFailure) and not (broken and watch is not None):
+    of_another = isinstance(error, PeerFailure) or getattr(error, "failed_rank", None) not in (None, distributed.rank())
+    if not agreed and not of_another and not (broken and watch is not None):
         record_error(error)
     if watch is None:
         return

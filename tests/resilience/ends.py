@@ -80,16 +80,10 @@ class FailingTokens(RaggedTokens):
 
 @dataclass(frozen=True)
 class End:
-    """One way to end.
+    """One way to end: what the rank does, the exit code of the job under ``ds-trainer launch``, a part of its output.
 
-    Attributes:
-        act: what the rank does.
-        code: of the job under ``ds-trainer launch``.
-        said: a part of the output there: by ``launch`` itself where a rank leaves no error, since it may end the other
-            rank before that one has noticed.
-        when: ``step`` (after step 2), ``model`` (in the pass after it), ``data``, ``start`` (before the Trainer is
-            made), or ``exit`` (after the training).
-        arguments: of the Trainer.
+    ``when`` is ``step`` (after step 2), ``model`` (in the pass after it), ``data``, ``start`` (before the Trainer is
+    made) or ``exit`` (after the training); ``arguments`` are of the Trainer.
     """
 
     act: Callable[..., Any]

@@ -45,7 +45,7 @@ SURVIVORS = r"rank (\d+) (?:failed with|on \S+ is gone)"
 # By default in the extended run; the others run with -m matrix.
 OFTEN = [("launch", end) for end in ("error", "os._exit", "sys.exit(0)", "SIGKILL", "memory of the job", "hang in C")]
 OFTEN += [("torchrun", "error in the backward pass"), ("torchrun", "SIGKILL"), ("deepspeed", "SIGSEGV")]
-OFTEN += [("slurm", end) for end in ("error", "sys.exit(0)", "SIGKILL")]
+OFTEN += [("slurm", end) for end in ("full disk", "sys.exit(0)", "SIGKILL")]
 # The group of SLURM has no limit here, and a rank of it that stops, stops the shell that would write its code down.
 APART = [("slurm", "memory of the job"), ("slurm", "SIGSTOP")]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainingArguments
+from tests.support.checkpoints import resume as resume_from
 from tests.support.compare import weight_distance
 from tests.support.expert_models import maker
 from tests.support.oracle import Trajectory
@@ -77,3 +82,43 @@ def test_the_saved_model_is_that_of_transformers(first: Any) -> None:
     assert model.config._experts_implementation != "ds_trainer_expert_parallel"
     with torch.no_grad():
         model(torch.arange(1, 9)[None])
+
+
+def flip(shards: list[Path], where: str) -> None:
+    """One bit in the middle of a tensor of experts, or of the router."""
+    data = bytearray(shards[1].read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    entries = {name: entry["data_offsets"] for name, entry in json.loads(data[8 : 8 + size]).items() if where in name}
+    first, last = next(offsets for offsets in entries.values() if offsets[1] > offsets[0])
+    data[8 + size + (first + last) // 2] ^= 1
+    shards[1].write_bytes(data)
+
+
+def swap(shards: list[Path]) -> None:
+    kept = shards[0].read_bytes()
+    shards[0].write_bytes(shards[1].read_bytes())
+    shards[1].write_bytes(kept)
+
+
+DAMAGE: dict[str, Callable[[list[Path]], Any]] = {
+    "a bit of an expert": lambda shards: flip(shards, "experts"),
+    "a bit of a router": lambda shards: flip(shards, "gate"),
+    "missing": lambda shards: shards[1].unlink(),
+    "swapped": swap,
+    "of another step": lambda shards: shards[1].write_bytes(
+        (shards[1].parents[1] / f"checkpoint-{STOP}" / shards[1].name).read_bytes()
+    ),
+    "cut": lambda shards: os.truncate(shards[0], shards[0].stat().st_size - 1),
+    "empty": lambda shards: shards[0].write_bytes(bytes(shards[0].stat().st_size)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_experts_are_not_resumed_from(damage: str, first: Any, tmp_path: Path) -> None:
+    run = shutil.copytree(first[0], tmp_path / "run")
+    newest = run / f"checkpoint-{STEPS}"
+    assert resume_from(run)[0].path == newest
+    shards = sorted(newest.glob("rank_*.safetensors"))
+    assert len(shards) == 2
+    DAMAGE[damage](shards)
+    assert resume_from(run)[0].path == run / f"checkpoint-{STOP}"

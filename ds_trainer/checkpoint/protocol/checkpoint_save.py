@@ -45,11 +45,12 @@ class SaveFailed(RuntimeError):
 
     Attributes:
         by_disk: only file operations failed (no space, no permission, no such directory).
+        failed_rank: the first rank that failed. A launcher is told its error alone.
     """
 
-    def __init__(self, message: str, by_disk: bool) -> None:
+    def __init__(self, message: str, by_disk: bool, failed_rank: int) -> None:
         super().__init__(message)
-        self.by_disk = by_disk
+        self.by_disk, self.failed_rank = by_disk, failed_rank
 
 
 class _Begun(NamedTuple):
@@ -257,6 +258,7 @@ class CheckpointSave:
                 f"{checkpoint_name(self._step)} could not be written to {self._directory.path}: rank {rank}{others} "
                 f"failed to {stage}: {text}. Earlier checkpoints are unchanged.",
                 by_disk=by_disk,
+                failed_rank=rank,
             ) from failure
         return outcome
 

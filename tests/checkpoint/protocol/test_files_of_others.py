@@ -106,22 +106,12 @@ def rename(run: Path, outside: Path) -> None:
     (run / "checkpoint-2").rename(run / "best so far")
 
 
-def stop_others(run: Path, outside: Path) -> None:
-    run.chmod(0o700)
-    outside.chmod(0o500)
-
-
 def link_the_pointer(run: Path, outside: Path) -> None:
     (run / "latest").unlink()
     (run / "latest").symlink_to(outside / "mine.bin")
 
 
-def link_what_is_hidden(run: Path, outside: Path) -> None:
-    (run / ".checkpoint-8.0123abcd.old").symlink_to(outside)
-    (run / ".latest.0123abcd.partial").symlink_to(outside / "mine.bin")
-
-
-SHAPES = [link_out, link_hard, loop, name_alike, move_away, rename, stop_others, link_the_pointer, link_what_is_hidden]
+SHAPES = [link_out, link_hard, loop, name_alike, move_away, rename, link_the_pointer]
 
 
 @pytest.mark.parametrize("through", ["", "link", ".."])
@@ -153,21 +143,21 @@ MOUNTED = """
 from pathlib import Path
 from ds_trainer.checkpoint.protocol.retention import Retention
 from tests.support.checkpoints import save
-save(Path("run"), 8, Retention(keep=1))
+save(Path("my run"), 8, Retention(keep=1))
 """
 
 
 @pytest.mark.parametrize("place", ["checkpoint-2", "checkpoint-2/a b"])
 def test_a_checkpoint_with_something_mounted_in_it_is_kept(place: str, tmp_path: Path) -> None:
     """A bind mount of the same file system, which has the number of its device; the others are removed."""
-    run, outside = tmp_path / "run", tmp_path / "outside"
+    run, outside = tmp_path / "my run", tmp_path / "outside"
     run.mkdir()
     for step in (2, 4, 6):
         save(run, step)
     outside.mkdir()
     save(outside, 2)
     (run / place).mkdir(exist_ok=True)
-    mounts = f"mount --bind outside/checkpoint-2 'run/{place}' && exec {sys.executable} -c '{MOUNTED}'"
+    mounts = f"mount --bind outside/checkpoint-2 'my run/{place}' && exec {sys.executable} -c '{MOUNTED}'"
     command = ["unshare", "--mount", "bash", "-c", mounts]
     if subprocess.run([*command[:2], "true"], capture_output=True, check=False).returncode:
         pytest.skip("no right to mount here")
@@ -264,7 +254,7 @@ def trained(output_dir: str, mask: int, resumed: bool, steps: int = 2) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mask", [0o002, 0o077])
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
 def test_new_files_have_the_mode_of_the_umask(tmp_path: Path, mask: int) -> None:
     assert pool(1).run(trained, str(tmp_path / "run"), mask, False) == [""]
     found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*") if path.is_file()}

@@ -9,7 +9,7 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -205,7 +205,7 @@ def test_a_failure_on_one_rank_fails_all(tmp_path: Path) -> None:
 
         for error in on_ranks(3, of_rank):
             assert isinstance(error, SaveFailed) and error.by_disk is by_disk
-            assert "rank 2 failed to write its files" in str(error)
+            assert "rank 2 failed to write its files" in str(error) and error.failed_rank == 2
         assert entries(tmp_path) == ["checkpoint-2"]
 
 
@@ -213,14 +213,14 @@ def test_a_failure_on_one_rank_fails_all(tmp_path: Path) -> None:
 
 
 class _FullAt(TrainerCallback):
-    """Simulates a full disk from one step to another."""
+    """Simulates a full disk, or a bug, from one step to another."""
 
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+    def __init__(self, first: int, last: int, open_new: Callable[[Path], int]) -> None:
+        self.first, self.last, self.open_new = first, last, open_new
         self.saved: list[int] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        disk.open_new = _full if self.first <= state.global_step <= self.last else _OPEN_NEW  # type: ignore[assignment]
+        disk.open_new = self.open_new if self.first <= state.global_step <= self.last else _OPEN_NEW  # type: ignore[assignment]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saved.append(state.global_step)
@@ -233,9 +233,15 @@ def _full(path: Path) -> int:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
-def train_on_a_full_disk(output_dir: str, failure: str) -> tuple[str, list[int], list[float]]:
+def _wrong(path: Path) -> int:
+    raise TypeError("No space for a bug")
+
+
+def train_on_a_full_disk(
+    output_dir: str, failure: str, open_new: Callable[[Path], int] = _full
+) -> tuple[str, list[int], list[float]]:
     trainer = make_trainer(output_dir, save_steps=2, save_failure_policy=failure, save_async=False)
-    full = _FullAt(4, 5)
+    full = _FullAt(4, 5, open_new)
     trainer.add_callback(full)
     message = ""
     try:
@@ -255,9 +261,11 @@ def test_the_run_continues_with_save_failure_continue(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_run_stops_by_default(tmp_path: Path) -> None:
-    for message, saved, losses in pool(2).run(partial(train_on_a_full_disk, str(tmp_path), "stop")):
-        assert "checkpoint-4 could not be written" in message and "No space left on device" in message
+@pytest.mark.parametrize(("policy", "open_new"), [("stop", _full), ("continue", _wrong)])
+def test_the_run_stops_by_default(policy: str, open_new: Any, tmp_path: Path) -> None:
+    """And at a bug always."""
+    for message, saved, losses in pool(2).run(partial(train_on_a_full_disk, str(tmp_path), policy, open_new)):
+        assert "checkpoint-4 could not be written" in message and "No space" in message
         assert saved == [2] and len(losses) == 4
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     assert not list(tmp_path.glob(".*"))

@@ -206,14 +206,17 @@ def test_push_to_hub_can_be_called_before_training(hub: HubServer, tmp_path: Pat
     info = trainer.push_to_hub()
     assert trainer.hub_model_id == NAME and pushed_steps == [0]
     assert info.commit_url.startswith(f"{hub.url}/{NAME}/commit/")
-    hub.repositories[NAME].branches["main"]["model-00001-of-00002.safetensors"] = b"of an earlier model"
+    branch = hub.repositories[NAME].branches["main"]
+    branch["model-00001-of-00002.safetensors"] = b"of an earlier model"
+    others = {name: b"of a person" for name in ("handler.py", "data/model.csv", "logo.png")}
+    branch.update(others)
     _, release = hub.hold("/commit/")
     future = trainer.push_to_hub("Once more", blocking=False, license="mit")
     assert isinstance(future, Future) and not future.done()
     release.set()
     assert future.result(30).commit_message == "Once more"
     assert hub.messages() == ["End of training", "Once more"]
-    assert set(hub.files(NAME)) == {"README.md", "model.safetensors", "training_args.json"}
+    assert set(hub.files(NAME)) == {"README.md", "model.safetensors", "training_args.json", *others}
     assert b"license: mit" in hub.files(NAME)["README.md"]
     trainer.push_to_hub("Words of before hold", revision="other")
     assert b"license: mit" in hub.files(NAME, "other")["README.md"]
