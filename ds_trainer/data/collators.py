@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ds_trainer.data.columns import base_model, forward_names, nothing_left
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.data.source_ids import SOURCE_IDS
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 _FRAMEWORKS = ("pt", "np")
 
@@ -187,3 +192,49 @@ class TokenPaddingCollator:
         if SOURCE_IDS in features[0]:
             batch[SOURCE_IDS] = pad_sequence([sample[SOURCE_IDS] for sample in features], batch_first=True)
         return batch
+
+
+class ColumnFilterCollator:
+    """A collator that removes the keys that the model does not accept from the samples.
+
+    For datasets without columns, whose keys are only known when samples are read.
+
+    Args:
+        collate: the wrapped collator. Samples that are not dicts are passed unchanged.
+        model: named in messages.
+        wanted: the accepted keys, from :func:`~ds_trainer.data.columns.accepted_columns`; None: all.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, wanted: Collection[str] | None) -> None:
+        self.collate = collate
+        self._wanted = None if wanted is None else frozenset(wanted)
+        self._model_name = type(base_model(model)).__name__
+        self._names = forward_names(model)
+        self._logged = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch of ``samples``.
+
+        Raises:
+            ConfigError: no key of a sample is accepted, or the collator needs a key that was removed.
+        """
+        wanted = self._wanted
+        if wanted is None or not all(isinstance(sample, Mapping) for sample in samples):
+            return self.collate(samples)
+        unused = sorted(map(str, set().union(*samples) - wanted))
+        kept = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
+        if unused and not all(kept):
+            raise nothing_left("a sample's keys", unused, self._model_name, self._names)
+        if unused and not self._logged:
+            self._logged = True
+            names = ", ".join(unused)
+            logger.info("Removed the keys that %s.forward does not accept: %s.", self._model_name, names)
+        try:
+            return self.collate(kept)
+        except KeyError as error:
+            if error.args and str(error.args[0]) in unused:
+                raise ConfigError(
+                    f"The data_collator needs '{error.args[0]}', which was removed from the samples because "
+                    f"{self._model_name}.forward does not accept it. Set remove_unused_columns=False."
+                ) from error
+            raise

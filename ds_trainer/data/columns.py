@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -85,7 +85,7 @@ def drop_unused_columns(dataset: Any, model: nn.Module, wanted: Collection[str] 
         return dataset
     if len(unused) == len(dataset.column_names):
         core = base_model(model)
-        raise _nothing_left("the dataset's columns", unused, type(core).__name__, forward_names(core))
+        raise nothing_left("the dataset's columns", unused, type(core).__name__, forward_names(core))
     name = type(base_model(model)).__name__
     level = logging.DEBUG if quiet else logging.INFO
     logger.log(level, "Removed the columns that %s.forward does not accept: %s.", name, ", ".join(unused))
@@ -101,53 +101,8 @@ def has_columns(dataset: Any) -> bool:
     )
 
 
-class ColumnFilterCollator:
-    """A collator that removes the keys that the model does not accept from the samples.
-
-    For datasets without columns, whose keys are only known when samples are read.
-
-    Args:
-        collate: the wrapped collator. Samples that are not dicts are passed unchanged.
-        model: named in messages.
-        wanted: the accepted keys, from :func:`accepted_columns`; None: all.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], model: nn.Module, wanted: Collection[str] | None) -> None:
-        self.collate = collate
-        self._wanted = None if wanted is None else frozenset(wanted)
-        self._model_name = type(base_model(model)).__name__
-        self._names = forward_names(model)
-        self._logged = False
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """The batch of ``samples``.
-
-        Raises:
-            ConfigError: no key of a sample is accepted, or the collator needs a key that was removed.
-        """
-        wanted = self._wanted
-        if wanted is None or not all(isinstance(sample, Mapping) for sample in samples):
-            return self.collate(samples)
-        unused = sorted(map(str, set().union(*samples) - wanted))
-        kept = [{key: value for key, value in sample.items() if key in wanted} for sample in samples]
-        if unused and not all(kept):
-            raise _nothing_left("a sample's keys", unused, self._model_name, self._names)
-        if unused and not self._logged:
-            self._logged = True
-            names = ", ".join(unused)
-            logger.info("Removed the keys that %s.forward does not accept: %s.", self._model_name, names)
-        try:
-            return self.collate(kept)
-        except KeyError as error:
-            if error.args and str(error.args[0]) in unused:
-                raise ConfigError(
-                    f"The data_collator needs '{error.args[0]}', which was removed from the samples because "
-                    f"{self._model_name}.forward does not accept it. Set remove_unused_columns=False."
-                ) from error
-            raise
-
-
-def _nothing_left(what: str, names: Sequence[str], model_name: str, taken: Sequence[str]) -> ConfigError:
+def nothing_left(what: str, names: Sequence[str], model_name: str, taken: Sequence[str]) -> ConfigError:
+    """The error for samples of which a model accepts no part."""
     return ConfigError(
         f"{model_name}.forward accepts none of {what} ({', '.join(names)}), only {', '.join(taken)}. Tokenize the "
         "dataset first, or set remove_unused_columns=False and pass a data_collator that returns the model's inputs."

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ds_trainer import ConfigError, Trainer, TrainingArguments
+from ds_trainer.data.collators import ColumnFilterCollator
 from ds_trainer.data.columns import (
-    ColumnFilterCollator,
     accepted_columns,
     accepts_any_keyword,
     base_model,

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ds_trainer.data.columns import ColumnFilterCollator, accepted_columns, drop_unused_columns
+from ds_trainer.data.collators import ColumnFilterCollator
+from ds_trainer.data.columns import accepted_columns, drop_unused_columns
 from ds_trainer.data.source_ids import SOURCE_IDS, source_names
 from ds_trainer.data.stream import is_stream
 from ds_trainer.optim.schedule_stepping import current_lr
