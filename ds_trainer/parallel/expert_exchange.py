@@ -1,14 +1,15 @@
 """Sends each token to the ranks that hold its experts, and the results back: two all-to-alls a layer each way.
 
-Nothing is dropped and nothing is routed anew: the router of the model decides, and each rank multiplies by the weights
-of its own tokens. A rank to which no token goes, or whose experts get none, runs the same operations on a row of
-zeros, so that its gradients are zeros and no other rank waits for it.
+No token is dropped and nothing is routed anew: the router of the model decides, and each rank multiplies by the weights
+of its own tokens. Padding, which nothing attends to, is not sent in training: its result is zero. A rank to which no
+token goes, or whose experts get none, runs the same operations on a row of zeros, so that its gradients are zeros and
+no other rank waits for it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ class Route(NamedTuple):
     """Which tokens of one forward pass of a layer go where.
 
     Attributes:
-        order: the pairs of token and expert of this rank, sorted by expert: int64 ``[pairs]``.
+        order: the pairs of token and expert of this rank, sorted by expert, without padding: int64 ``[pairs]``.
         local: the expert, of those of this rank, for each row that arrives, and 0 for the row of zeros after them:
             int64 ``[rows + 1]``.
         sent: rows for each rank of the group.
@@ -33,7 +34,24 @@ class Route(NamedTuple):
     received: list[int]
 
 
+_TOO_MANY = (
+    "{}: {:,} rows have arrived for the experts of this rank, {:.1f} for each that it sends, and they have no room. "
+    "Routers that prefer few experts (expert_busiest_share in the logs) need an auxiliary loss, or smaller "
+    "micro-batches. {}"
+)
 _running = threading.local()  # backward passes have threads of their own
+
+
+def note_padding(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
+    """A forward pre-hook of a model: keeps its ``attention_mask [batch, tokens]``, in which padding is 0."""
+    mask = keywords.get("attention_mask")
+    is_usual = model.training and isinstance(mask, torch.Tensor) and mask.dim() == 2
+    _running.mask = mask.flatten() != 0 if is_usual else None  # type: ignore[union-attr]
+
+
+def forget_padding(*_: Any) -> None:
+    """The forward hook of the same model, also after an error."""
+    _running.mask = None
 
 
 class _CheckpointedCall:
@@ -117,10 +135,15 @@ class ExpertExchange:
         tokens, k = experts.shape
         call: _CheckpointedCall | None = getattr(_running, "call", None)
         route = self._new_route(experts) if call is None else call.route(lambda: self._new_route(experts))
-        rows = _Exchanged.apply(hidden[route.order // k], self, route.sent, route.received, 1)
-        results = self._product(module, rows, route.local[:, None], rows.new_ones(len(rows), 1))
+        try:
+            rows = _Exchanged.apply(hidden[route.order // k], self, route.sent, route.received, 1)
+            results = self._product(module, rows, route.local[:, None], rows.new_ones(len(rows), 1))
+        except torch.OutOfMemoryError as error:
+            share = sum(route.received) / max(1, len(route.order))
+            raise torch.OutOfMemoryError(_TOO_MANY.format(self._name, sum(route.received), share, error)) from error
         results = _Exchanged.apply(results[:-1], self, route.received, route.sent, 0)
-        pairs = torch.empty_like(results).index_copy(0, route.order, results).view(tokens, k, results.shape[-1])
+        whole = results.new_zeros(tokens * k, results.shape[-1])
+        pairs = whole.index_copy(0, route.order, results).view(tokens, k, results.shape[-1])
         return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def send(
@@ -152,10 +175,13 @@ class ExpertExchange:
 
     @torch.no_grad()
     def _new_route(self, experts: torch.Tensor) -> Route:
-        ids = experts.reshape(-1).long()
+        ids, number = experts.reshape(-1).long(), self._ranks * self._local_experts
+        mask: torch.Tensor | None = getattr(_running, "mask", None)
+        if mask is not None and len(mask) == len(experts):
+            ids = torch.where(mask[:, None], experts, number).reshape(-1).long()  # after all experts
         order = torch.argsort(ids, stable=True)
         # Of one size on all devices: bincount would make a GPU wait for the largest number.
-        counts = ids.new_zeros(self._ranks * self._local_experts).scatter_add_(0, ids, torch.ones_like(ids))
+        counts = ids.new_zeros(number + 1).scatter_add_(0, ids, torch.ones_like(ids))[:number]
         arriving = torch.empty_like(counts)
         self.send(arriving, counts)
         if self._counts:
@@ -164,7 +190,7 @@ class ExpertExchange:
         sent, received = both.sum(2).tolist()  # the one wait of the host
         local = torch.arange(self._local_experts, device=ids.device).repeat(self._ranks)
         local = torch.repeat_interleave(local, arriving, output_size=sum(received))
-        return Route(order, torch.cat([local, local.new_zeros(1)]), sent, received)
+        return Route(order[: sum(sent)], torch.cat([local, local.new_zeros(1)]), sent, received)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Loads of divided experts in metrics and report: those that the routers decide, counted once."""
+"""Loads of divided experts in metrics and report: those that the routers decide, counted once, without padding."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ def _train(directory: Path, to_one: bool, arguments: dict[str, Any]) -> list[tor
     """Trains; the experts that this rank's routers have chosen in training, ``[layers][n]``."""
     model = mixture("qwen3_moe", to_one_expert=to_one)
     chosen: list[list[torch.Tensor]] = [[], []]
+    masks: list[torch.Tensor] = []
 
     def record(calls: list[torch.Tensor], module: torch.nn.Module, args: Any, output: Any) -> None:
         if module.training:
-            calls.append(output[-1].flatten().clone())
+            calls.append(output[-1][masks[-1]].flatten())
 
     values = dict(per_device_train_batch_size=4, max_steps=2, logging_steps=2, learning_rate=0.0, save_strategy="no")
     values |= dict(expert_parallel_size=2, self_test="never", use_cpu=True, **arguments)
     trainer = Trainer(model, TrainingArguments(str(directory), **values), train_dataset=samples())
     trainer.evaluate(samples()[:4])  # is not counted
     gates = [layer.mlp.gate for layer in model.model.layers]
+    model.register_forward_pre_hook(lambda *a: masks.append(a[2]["attention_mask"].bool().flatten()), with_kwargs=True)
     hooks = [gate.register_forward_hook(partial(record, calls)) for gate, calls in zip(gates, chosen, strict=True)]
     trainer.train()
     for hook in hooks:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_trainer.engine.expert_parallel import is_expert, mark_experts
-from ds_trainer.parallel.expert_exchange import ExpertExchange, keep_routes
+from ds_trainer.parallel.expert_exchange import ExpertExchange, forget_padding, keep_routes, note_padding
 from ds_trainer.parallel.groups import ParallelGroups
 from ds_trainer.utils.errors import ConfigError
 
@@ -86,6 +86,8 @@ def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
         return
     if problems := expert_problems(model, size):
         raise ConfigError(problems)
+    model.register_forward_pre_hook(note_padding, with_kwargs=True)
+    model.register_forward_hook(forget_padding, always_call=True)
     layers = expert_layers(model)
     configs = {id(module.config): module.config for module in layers.values()}
     products = {key: _product(config) for key, config in configs.items()}
