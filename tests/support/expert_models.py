@@ -46,6 +46,24 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             **_LINEAR,
         ),
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        dict(
+            text_config=dict(head_dim=8, moe_intermediate_size=16, num_local_experts=4, num_experts_per_tok=2),
+            vision_config=dict(
+                depth=1,
+                hidden_size=16,
+                intermediate_size=16,
+                num_heads=2,
+                out_hidden_size=32,
+                patch_size=4,
+                num_position_embeddings=16,
+                deepstack_visual_indexes=[0],
+            ),
+            image_token_id=VOCABULARY - 1,
+            vision_start_token_id=VOCABULARY - 2,
+        ),
+    ),
 }
 """The configuration class of each family, and what it needs besides."""
 
@@ -57,8 +75,12 @@ def mixture(family: str, to_one_expert: bool = False, **overrides: Any) -> nn.Mo
     name, own = CONFIGURATIONS[family]
     torch.manual_seed(0)
     values = {**_SHAPE, "num_experts_per_tok": 2, **own, **overrides}
+    auto = transformers.AutoModelForCausalLM
+    if "text_config" in own:
+        values = {**own, "text_config": {**_SHAPE, **own["text_config"], **overrides}}
+        auto = transformers.AutoModelForImageTextToText
     config = getattr(transformers, name)(**values)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model = auto.from_config(config).float()
     if to_one_expert:
         with torch.no_grad():
             for key, parameter in model.named_parameters():

@@ -6,14 +6,17 @@ With SGD and active clipping: Adam would hide a factor in the gradients of the e
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
+from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.training.model import expert_division
 from ds_trainer.training.model.expert_division import expert_problems
 from ds_trainer.utils.errors import ConfigError
-from tests.support.compare import assert_equal
+from tests.support.compare import assert_equal, distances
 from tests.support.expert_models import CONFIGURATIONS, VOCABULARY, maker
 from tests.support.oracle import Trajectory, train_plainly
 from tests.support.pool import RankFailure, pool
@@ -40,12 +43,12 @@ def samples() -> list[dict[str, torch.Tensor]]:
 _oracles: dict[str, Trajectory] = {}
 
 
-def oracle(family: str, **options: Any) -> Trajectory:
+def oracle(family: str, batch: int = BATCH, **options: Any) -> Trajectory:
     """What one process of plain PyTorch does, computed once for each model."""
-    key = f"{family} {options}"
+    key = f"{family} {batch} {options}"
     if key not in _oracles:
         values: dict[str, Any] = dict(optimizer="sgd", learning_rate=RATE, weight_decay=0.0, clip=CLIP)
-        _oracles[key] = train_plainly(maker(family, **options)(), samples(), global_batch=BATCH, steps=STEPS, **values)
+        _oracles[key] = train_plainly(maker(family, **options)(), samples(), global_batch=batch, steps=STEPS, **values)
     return _oracles[key]
 
 
@@ -69,7 +72,7 @@ class Case(NamedTuple):
         return "-".join([self.family, f"{self.ranks}ranks", f"ep{self.experts}", f"zero{self.stage}", *others])
 
 
-def train(case: Case, directory: Any) -> Trajectory:
+def train(case: Case, directory: Any, batch: int = BATCH) -> Trajectory:
     """The run on real ranks, which all report the same."""
     replicas = case.ranks
     for _, size in case.axes:
@@ -77,7 +80,7 @@ def train(case: Case, directory: Any) -> Trajectory:
     arguments: dict[str, Any] = dict(
         zero_stage=case.stage,
         expert_parallel_size=case.experts,
-        per_device_train_batch_size=BATCH // replicas // case.accumulation,
+        per_device_train_batch_size=batch // replicas // case.accumulation,
         gradient_accumulation_steps=case.accumulation,
         gradient_checkpointing=case.recomputes,
         max_steps=STEPS,
@@ -100,10 +103,15 @@ def _train(make: Any, directory: str, arguments: dict[str, Any]) -> Trajectory:
     return train_and_report(make, samples, directory, **arguments)
 
 
-def check(case: Case, directory: Any) -> None:
-    """The run against the oracle."""
+def compared(case: Case, directory: Any, batch: int = BATCH) -> tuple[Trajectory, Trajectory]:
+    """The run, and the oracle."""
     options = {"to_one_expert": True} if case.to_one else {}
-    assert_equal(train(case, directory), oracle(case.family, **options), 2e-6)
+    return train(case, directory, batch), oracle(case.family, batch, **options)
+
+
+def check(case: Case, directory: Any) -> None:
+    """They are equal."""
+    assert_equal(*compared(case, directory), 2e-6)
 
 
 DEFAULT = [
@@ -194,3 +202,90 @@ def _with_own_forward() -> Any:
         if name.endswith("mlp.experts"):
             module.forward = lambda hidden, *_: hidden
     return model
+
+
+def _use(directory: str, use: str, arguments: dict[str, Any]) -> Any:
+    """What a trained model gives."""
+    values = dict(per_device_train_batch_size=4, max_steps=1, optim="sgd", save_strategy="no", self_test="never")
+    args = TrainingArguments(directory, use_cpu=True, learning_rate=RATE, **{**values, **arguments})
+    trainer = Trainer(maker("qwen3_moe")(), args, train_dataset=samples())
+    trainer.train()
+    if use == "evaluate":
+        return trainer.evaluate(samples()[:10])["eval_loss"]
+    if use == "predict":
+        return torch.as_tensor(trainer.predict(samples()[:10]).predictions)
+    return trainer.model.generate(torch.arange(1, 7)[None], max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("use", ["evaluate", "predict", "generate"])
+def test_trained_models_are_used_as_with_whole_experts(use: str, stage: int, tmp_path: Any) -> None:
+    """Padding too has its numbers in a prediction."""
+    whole, divided = (
+        pool(2).run(_use, str(tmp_path / str(size)), use, {"zero_stage": stage, "expert_parallel_size": size})
+        for size in (1, 2)
+    )
+    for found, wanted in zip(divided, whole, strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+def _padding_on_a_rank() -> list[dict[str, torch.Tensor]]:
+    """Each second sample has no token but one, and no target: with a batch of 1, a rank has nothing else."""
+    rows = samples()
+    for row in rows[1::2]:
+        row["attention_mask"][1:], row["labels"][:] = 0, -100
+    return rows
+
+
+def _train_on_padding(make: Any, directory: str, arguments: dict[str, Any]) -> Trajectory:
+    return train_and_report(make, _padding_on_a_rank, directory, **arguments)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_with_padding_only(stage: int, tmp_path: Any) -> None:
+    values: dict[str, Any] = dict(zero_stage=stage, optim="sgd", learning_rate=RATE, max_steps=3, self_test="never")
+    values |= dict(per_device_train_batch_size=1, train_sampling_strategy="sequential", max_grad_norm=CLIP)
+    make = maker("qwen3_moe")
+    wanted, found = (
+        pool(2).run(_train_on_padding, make, str(tmp_path / str(size)), {**values, "expert_parallel_size": size})[0]
+        for size in (1, 2)
+    )
+    assert_equal(found, wanted, 1e-6)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_is_as_near_as_whole_experts(stage: int, tmp_path: Any) -> None:
+    """To float32, after five steps of AdamW."""
+    values: dict[str, Any] = dict(zero_stage=stage, learning_rate=1e-3, max_steps=STEPS, self_test="never")
+    make = maker("qwen3_moe")
+    exact, whole, divided = (
+        pool(2).run(_train, make, str(tmp_path), {**values, "expert_parallel_size": size, "bf16": bf16})[0]
+        for size, bf16 in ((1, False), (1, True), (2, True))
+    )
+    for name, distance in distances(divided, exact).items():
+        assert distance <= 1.5 * distances(whole, exact)[name] + 1e-4, name
+
+
+def _without_room(directory: str) -> None:
+    product_of = expert_division._product
+
+    def product(config: Any) -> Any:
+        product_of(config)
+
+        def fails(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+        return fails
+
+    with mock.patch.object(expert_division, "_product", product):
+        arguments = {"expert_parallel_size": 2, "zero_stage": 1, "max_steps": 1, "self_test": "never"}
+        train_and_report(maker("qwen3_moe"), samples, directory, **arguments)
+
+
+def test_rows_without_room_name_their_layer(tmp_path: Any) -> None:
+    message = r"model\.layers\.0\.mlp\.experts: [\d,]+ rows have arrived .* an auxiliary loss, or smaller micro-batches"
+    with pytest.raises(RankFailure, match=message):
+        pool(2).run(_without_room, str(tmp_path))
