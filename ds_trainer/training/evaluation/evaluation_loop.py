@@ -39,6 +39,7 @@ from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_nu
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
 from ds_trainer.training.evaluation.shared_streams import in_order_of_stream, share_reading
+from ds_trainer.training.loop.batch_splitting import with_equal_rows
 from ds_trainer.training.loop.batches import checked_batch, checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
@@ -91,7 +92,7 @@ class EvalLoop:
         group = assembly.groups.seq_data_parallel if distributed.world_size() > 1 else None
         self._by_source = assembly.losses.sources.sums(getattr(loader, "dataset", None), group)
         self._count: Callable[[Any], torch.Tensor] = assembly.losses.rule.count
-        self._samples = 0
+        self._samples, self._among_ranks = 0, False
         self._metrics: dict[str, Any] = {}
 
     @staticmethod
@@ -117,6 +118,7 @@ class EvalLoop:
                 if index == 1:
                     weighting = self._weighting(model, inputs)
                     self._count, self._loss.summed = weighting.count, weighting.summed
+                    self._among_ranks = weighting.among_ranks
                     self._loss.parts = getattr(weighting.count, "parts", 1)
                 found = self._micro_step(model, inputs, ignore_keys)
             except (IndexError, RuntimeError) as error:
@@ -162,6 +164,8 @@ class EvalLoop:
         samples = number_of_samples(inputs)
         self._samples += 0 if dummy else samples
         wanted = self._inputs_wanted(inputs)
+        if self._among_ranks:
+            inputs = with_equal_rows(inputs)
         # A subclass may override prediction_step with the signature of transformers.
         with trainer.accelerator.batch(inputs):
             loss, logits, labels = trainer.prediction_step(
@@ -171,6 +175,9 @@ class EvalLoop:
                 ignore_keys=ignore_keys,
             )
         loss = self._add_loss(loss, items, dummy)
+        if self._among_ranks:
+            rows = number_of_samples(inputs)
+            logits, labels = map_leaves(lambda leaf: leaf[:samples] if _has(leaf, rows) else leaf, (logits, labels))
         whole = logits.value if isinstance(logits, OnHost) else None
         if whole is not None:
             logits = None  # gathered already
@@ -297,6 +304,10 @@ class EvalLoop:
         counted = counted.to(distributed.collective_device())
         distributed.all_reduce_sum(counted)
         return int(counted)
+
+
+def _has(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,)
 
 
 def _copied(leaf: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_trainer.data.batch_structure import DummyBatch, number_of_samples
+from ds_trainer.data.batch_structure import Dummy, DummyBatch, as_dummy, number_of_samples
+from ds_trainer.utils import distributed
 
 
 class NotSplittable(ValueError):
@@ -62,6 +63,22 @@ def samples_of_batch(batch: Any, samples: list[int]) -> Any:
     if not isinstance(batch, Mapping):
         raise NotSplittable(f"a batch is a {type(batch).__name__}, not a dict")
     return _rows(batch, samples, number_of_samples(batch), "")
+
+
+def with_equal_rows(batch: Any) -> Any:
+    """``batch`` with as many samples as the largest of all ranks, its own repeated. Collective.
+
+    A loss that communicates gathers tensors of equal shapes.
+
+    Raises:
+        NotSplittable: see :func:`samples_of_batch`.
+    """
+    own, dummy = number_of_samples(batch), isinstance(batch, Dummy)
+    [most] = distributed.agree(torch.tensor([0 if dummy else own]))
+    if most in (0, own):
+        return batch
+    part = samples_of_batch(batch, [row % own for row in range(most)])
+    return as_dummy(part) if dummy else part
 
 
 def _rows(value: Any, rows: slice | list[int], samples: int, name: str) -> Any:

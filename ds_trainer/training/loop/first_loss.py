@@ -12,6 +12,7 @@ from torch import nn
 from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import warn_of_undivided_part
+from ds_trainer.training.loop.batch_splitting import joined, with_equal_rows
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
@@ -57,6 +58,8 @@ class FirstLoss:
         losses, rule = self._losses, self._losses.rule
         if not rule.normalized:
             self._measure(model, inputs)
+            if rule.weighting.among_ranks:
+                inputs = with_equal_rows(inputs)
             return losses.of(self._method, model, copy.copy(inputs), self._count.detach())
         reads_before, random_before = reads(), random_state() if self._layout.world_size > 1 else None
         loss: torch.Tensor = losses.of(self._method, model, copy.copy(inputs), self._count)
@@ -86,8 +89,6 @@ class FirstLoss:
             self.items = losses.recount()
 
     def _measured(self, model: nn.Module, inputs: Any) -> Weighting:
-        from ds_trainer.training.loop.batch_splitting import joined
-
         losses, rule = self._losses, self._losses.rule
         shards = None if losses.sharder is None else losses
         batch, prepare = (inputs, copy.copy) if shards is None else (losses.beginning(losses.batches[0]), self._prepare)

@@ -183,7 +183,7 @@ def _verdict(
     if found.among_ranks is not None:
         if before is None or before.additive:
             warn(_AMONG_RANKS, name, *found.among_ranks)
-        return replace(before, additive=False) if before else Weighting(items, additive=False, settled=True)
+        return replace(before or Weighting(items, settled=True), additive=False, among_ranks=True)
     if before is not None:
         if (not fits) if not before.additive else (total if before.summed else 0) in fits:
             return before
@@ -237,7 +237,8 @@ _NOT_OF_SHARDS = (
 _AMONG_RANKS = (
     "The loss of %s depends on the samples of other ranks, with which it communicates (%.4g; with other samples there "
     "%.4g): loss, gradient and eval_loss depend on the number of ranks and on which samples they have together, so "
-    "keep the ranks, per_device_train_batch_size and per_device_eval_batch_size."
+    "keep the ranks, per_device_train_batch_size and per_device_eval_batch_size. Where ranks have different numbers of "
+    "samples, those of the smaller batch are repeated."
 )
 _NOT_ADDITIVE = (
     "The loss of %s for some samples does not follow from the losses of parts of them%s: loss, gradient and eval_loss "

@@ -153,6 +153,7 @@ class Weighting:
         for_evaluation: whether it is known to hold in evaluation mode too.
         of_shards: whether the counts of the shards of a sequence add up to that of the sequence. Those of samples do
             not: each shard has all.
+        among_ranks: whether a loss depends on the samples of other ranks, which have to have as many.
     """
 
     count: Callable[[Any], torch.Tensor]
@@ -161,6 +162,7 @@ class Weighting:
     settled: bool = False
     for_evaluation: bool = True
     of_shards: bool = True
+    among_ranks: bool = False
 
     def to_json(self) -> dict[str, Any] | None:
         """For a checkpoint; None if it is not measured."""

@@ -24,6 +24,7 @@ from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
 from ds_trainer.optim.weight_swapping import use_training_weights
+from ds_trainer.training.loop.batch_splitting import with_equal_rows
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.training.loop.first_loss import FirstLoss
 from ds_trainer.training.loop.first_steps import FirstSteps
@@ -163,7 +164,8 @@ class MicroBatchRunner:
             model.train()
         first = None if rule.verified else FirstLoss(losses, method, items, self._layout, self._methods.prepare_inputs)
         local = None if first is not None or rule.normalized else losses.local_items(inputs)
-        prepared = self._methods.prepare_inputs(inputs)
+        equal = with_equal_rows(inputs) if first is None and rule.weighting.among_ranks else inputs
+        prepared = self._methods.prepare_inputs(equal)
         with self._loss_context():
             if first is None:
                 loss = losses.of(method, model, prepared, items.divisor)

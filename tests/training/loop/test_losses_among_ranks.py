@@ -127,6 +127,25 @@ def test_a_loss_that_depends_on_other_ranks_is_named(how: str, stage: int, tmp_p
     assert sum("depends on the samples of other ranks" in line for rank in found for line in rank["said"]) == depends
 
 
+def uneven(folder: str, stage: int) -> tuple[int, float, float]:
+    """Steps and losses of 11 pairs: the last batches of two ranks have 2 samples and 1, or 3 and none."""
+    trainer = trainer_of(folder, type("Script", (Own,), {"how": "gather of torch"}), max_steps=-1, zero_stage=stage)
+    trainer.args.num_train_epochs, part = 2, torch.utils.data.Subset(Pairs(), range(11))
+    trainer.train_dataset = trainer.eval_dataset = part
+    try:
+        loss = trainer.train().training_loss
+        return trainer.state.global_step, loss, trainer.evaluate()["eval_loss"]
+    finally:
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_with_fewer_samples_gather_as_many(stage: int, tmp_path: Path) -> None:
+    """They repeat theirs: gloo ended the process, and NCCL waits."""
+    for steps, trained, evaluated in pool(2).run(uneven, str(tmp_path), stage):
+        assert steps == 4 and 0 < trained < 9 and 0 < evaluated < 9
+
+
 def test_a_loss_that_gathers_metrics_only_is_that_of_one_process(tmp_path: Path) -> None:
     alone = trained(str(tmp_path), "metrics", {"per_device_train_batch_size": 8})
     for stage in (1, 3):
