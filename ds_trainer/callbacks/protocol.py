@@ -133,7 +133,7 @@ class CallbackHandler:
     Attributes:
         callbacks: those that users see, add and remove.
         own: callbacks of the package, called before them; set before the first event.
-        around: makes the context in which callbacks of others are called.
+        around: makes the context in which callbacks of others are called, of an event.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class CallbackHandler:
     ) -> None:
         self.callbacks: list[Any] = []
         self.own: list[Any] = []
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.model = model
         self.processing_class = processing_class
         self.optimizer = optimizer
@@ -295,7 +295,7 @@ class CallbackHandler:
             listeners = self._listeners[event] = self.listeners(event)
         for listener in listeners:
             own = getattr(listener, "__module__", "").startswith("ds_trainer.")
-            with nullcontext() if own else self.around():
+            with nullcontext() if own else self.around(event):
                 result = listener(
                     args,
                     state,

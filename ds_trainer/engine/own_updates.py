@@ -17,10 +17,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_trainer.engine.zero3.shard_access import called_by_script
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from ds_trainer.engine.training_engine import TrainingEngine
+
+logger = get_logger(__name__)
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of DeepSpeed's engine
 _ELSEWHERE = (
@@ -35,6 +39,11 @@ _OTHER = (
     "{name}.step() was called for parameters of the trained model, but it is not the optimizer of the Trainer: with "
     "zero_stage={stage}, {dtype} and {ranks} ranks it does not see their whole gradients. Put its parameter groups "
     "into one optimizer (override create_optimizer), or train on one rank with zero_stage=0 in float32."
+)
+_FOREIGN = (
+    "%s.step() was called for tensors that are not parameters of the model. Each of %d ranks updates its own copy, "
+    "with the gradient of its own samples: make their module a part of the model, or average the gradients with "
+    "self.accelerator.reduce(parameter.grad, reduction='mean')."
 )
 
 
@@ -53,6 +62,7 @@ class OwnUpdates:
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
         self._updated: bool | None = None
+        self._warned = False
         self.pending = self.in_step = self.clips = False
         optimizer: Any = engine.basic_optimizer
         optimizer.step = self._instead(optimizer.step, self._step)
@@ -140,6 +150,9 @@ class OwnUpdates:
         if engine.stage == 0 and engine.precision == "fp32" and engine.layout.world_size == 1:
             return
         own = {id(parameter) for parameter in engine.deepspeed.module.parameters()}
+        name, ranks = type(optimizer).__name__, engine.layout.world_size
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            name, ranks = type(optimizer).__name__, engine.layout.world_size
             raise ConfigError(_OTHER.format(name=name, stage=engine.stage, dtype=engine.precision, ranks=ranks))
+        if ranks > 1 and not self._warned:
+            self._warned = True
+            (logger.warning if distributed.rank() == 0 else logger.debug)(_FOREIGN, name, ranks)

@@ -175,6 +175,7 @@ class PartitionedGradients(SeenGradients):
             for at in missing:
                 buffers[self.parameters[at].ds_id].zero_()
         self.passed(missing | {self._index[key] for key in self._filled})
+        self._keep_frozen(missing, buffers)
         if not (optimizer.offload_optimizer and optimizer.is_gradient_accumulation_boundary()):
             return
         # DeepSpeed copies gradients to the host when they arrive in the last pass; those of earlier passes stay behind.
@@ -185,6 +186,18 @@ class PartitionedGradients(SeenGradients):
             buffer = buffers[parameter.ds_id]
             optimizer._offload_grad_partition_at_boundary(parameter, buffer, tensors, offsets)
         optimizer._swap_out_offload_fp32_gradients(tensors, offsets)
+
+    def _keep_frozen(self, missing: set[int], buffers: Any) -> None:
+        """DeepSpeed replaces gradients of an earlier pass by zeros where a script has frozen the parameter since then,
+        as it does with a discriminator while the generator gets its gradient.
+        """
+        optimizer = self._optimizer
+        for at in missing:
+            parameter = self.parameters[at]
+            if not (parameter.requires_grad or at in (self.unseen or ()) or optimizer.offload_optimizer):
+                group = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
+                place = next(i for i, one in enumerate(optimizer.fp16_groups[group]) if one is parameter)
+                optimizer.averaged_gradients[group][place] = buffers[parameter.ds_id]
 
 
 def seen_gradients(engine: Any, fixed_order: SeenGradients | None, ranks: int) -> SeenGradients | None:

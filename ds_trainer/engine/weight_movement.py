@@ -47,7 +47,8 @@ class WeightMovement:
 
     def __init__(self, engine: TrainingEngine, names: Sequence[str]) -> None:
         self._engine = engine
-        self._number = {name: number for number, name in enumerate(names)}
+        named = dict(engine.deepspeed.module.named_parameters())
+        self._number = {id(named[name]): number for number, name in enumerate(names)}  # a script may change names
         self._first: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
         self._sample: torch.Tensor | None = None
@@ -68,9 +69,9 @@ class WeightMovement:
         for partition in flat_partitions(self._engine.deepspeed, self._engine.groups.coordinates.tp):
             flat = partition.tensor.detach().reshape(-1)
             for fragment in partition.fragments:
-                if len(fragment.slice) and fragment.name in self._number:
+                if len(fragment.slice) and id(fragment.parameter) in self._number:
                     parts.append(flat[fragment.offset : fragment.offset + len(fragment.slice)])
-                    self._owners.append(self._number[fragment.name])
+                    self._owners.append(self._number[id(fragment.parameter)])
         return parts
 
     def begin(self) -> None:
@@ -83,8 +84,8 @@ class WeightMovement:
         for partition in flat_partitions(self._engine.deepspeed, self._engine.groups.coordinates.tp):
             rate = partition.group.get("initial_lr", partition.group.get("lr")) or 0.0
             for fragment in partition.fragments:
-                if fragment.name in self._number:
-                    found[self._number[fragment.name]] = float(rate)
+                if id(fragment.parameter) in self._number:
+                    found[self._number[id(fragment.parameter)]] = float(rate)
         return [None if rate < 0 else rate for rate in distributed.largest(found).tolist()]
 
     def moved(self) -> list[bool]:

@@ -12,16 +12,18 @@ whole (``stage3_param_persistence_threshold``).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ds_trainer.engine.state.flat_partitions import sub_group
 from ds_trainer.engine.weight_movement import norms
-from ds_trainer.engine.zero3.shard_access import ShardAccess, watch_state_dicts
+from ds_trainer.engine.zero3.shard_access import WITH_GRADIENTS, ShardAccess, watch_copies, watch_state_dicts
 from ds_trainer.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,17 +34,32 @@ _UNFROZEN = (
     "{name} was unfrozen (requires_grad) after the optimizer was made, which does not have it: it would not be "
     "trained. Let it require gradients when train() begins, and freeze it in on_train_begin."
 )
+_REPLACED = (
+    "A script has replaced, removed or added {name} while the model trains: the optimizer and ZeRO have the parameters "
+    "of the beginning. Copy values with parameter.copy_(values) under torch.no_grad(), or change the model before "
+    "train()."
+)
 _SHAPE = "A script has given {name} the shape {found}; while it trains, it must keep {shape}."
 
 
-def follow_script(engine: TrainingEngine) -> Callable[[], AbstractContextManager[Any]]:
-    """Code of a script runs beside the passes, and may write weights. Returns the context for its callbacks."""
-    model = engine.deepspeed.module
+def follow_script(engine: TrainingEngine) -> Callable[[str], AbstractContextManager[Any]]:
+    """Code of a script runs beside the passes, and may write weights. Returns the context of callbacks of an event."""
+    model, stage = engine.deepspeed.module, engine.stage
     engine.written = written = WrittenWeights(engine.deepspeed)
-    if engine.stage < 3:
+    engine.deepspeed.__deepcopy__ = partial(copy.deepcopy, model)
+    watch_copies(model, stage)
+    if stage == 3:
+        watch_state_dicts(model)
+    elif stage == 0 and not (engine.deepspeed.bfloat16_enabled() or engine.deepspeed.fp16_enabled()):
         return nullcontext
-    watch_state_dicts(model)
-    return partial(ShardAccess, model, written.write_shards)
+
+    def around(event: str) -> AbstractContextManager[Any]:
+        gradients = event in WITH_GRADIENTS
+        if stage == 3:
+            return ShardAccess(model, written.after_callback, gradients)
+        return ShardAccess(model, gradients=True) if gradients else nullcontext()
+
+    return around
 
 
 class _Copy(NamedTuple):
@@ -65,6 +82,7 @@ class WrittenWeights:
         self._wrapper = engine.optimizer
         self._named = list(engine.module.named_parameters())
         self._trained = {id(parameter) for _, parameter in self._named if parameter.requires_grad}
+        self._places = self._found()
         self._views = list(self._flattened())
         self._offloaded = (
             engine.zero_offload_optimizer() is not None and engine.zero_offload_optimizer().device != "none"
@@ -103,7 +121,25 @@ class WrittenWeights:
                     torch.where(written != part.to(written.dtype), written, part, out=part)
         self.note()
 
+    def after_callback(self) -> None:
+        """At ZeRO 3, where the next pass would find what a callback has replaced."""
+        self._check()
+        self.write_shards()
+
+    def _found(self) -> list[tuple[dict[str, Any], tuple[Any, ...]]]:
+        """Where modules have their parameters and parts, and those."""
+        owned = [own for module in self._engine.module.modules() for own in (module._parameters, module._modules)]
+        return [(own, tuple(own.values())) for own in owned]
+
     def _check(self) -> None:
+        if any(len(own) != len(kept) or not all(map(is_, own.values(), kept)) for own, kept in self._places):
+            self._places = self._found()
+            known, now = {id(one) for _, one in self._named}, dict(self._engine.module.named_parameters())
+            left = {id(one) for one in now.values()}  # pruning gives them other names
+            changed = [name for name, one in self._named if id(one) not in left]
+            changed += [name for name, one in now.items() if id(one) not in known and one.requires_grad]
+            if changed:
+                raise ConfigError(_REPLACED.format(name=changed[0]))
         for name, parameter in self._named:
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise ConfigError(_UNFROZEN.format(name=name))

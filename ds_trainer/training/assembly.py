@@ -21,7 +21,6 @@ from ds_trainer.engine.quantized_weights import disable_cpu_repacking
 from ds_trainer.monitor.memory_tracker import MemoryTracker
 from ds_trainer.optim.library_optimizer_builder import move_grokadamw_state_to_optimizer_state
 from ds_trainer.optim.optimizer_builder import parameter_groups, parameters_of_groups
-from ds_trainer.optim.weight_swapping import check_weight_swapping
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.training.engines import Engines, divide_model
@@ -379,8 +378,7 @@ class Assembly:
         adapt_model(model, self.args, self.compiled, trainer.processing_class)
         divide_model(model, self.layout, self.layout.cp * self.layout.sp > 1)
         trainer.create_optimizer_and_scheduler(num_training_steps)
-        check_optimizer(trainer.optimizer, trainer.lr_scheduler, model, self.compiled, type(trainer).__name__)
-        check_weight_swapping(trainer.optimizer, self.compiled.zero_stage, self.compiled.precision.dtype)
+        check_optimizer(trainer, self.compiled, self.layout)
         move_grokadamw_state_to_optimizer_state(trainer.optimizer)
         separate_experts(getattr(trainer.optimizer, "param_groups", []), trainer.lr_scheduler)  # those of a script
         optimizer = self.parameter_groups() if trainer.optimizer is None else trainer.optimizer

@@ -1,15 +1,19 @@
-"""Refuses that a script uses a weight of which ZeRO 3 has released the data: it would be an empty tensor.
+"""Refuses that a script uses a weight of which ZeRO 3 has released the data, which would be an empty tensor, and in
+callbacks a gradient that ZeRO has partitioned: ``parameter.grad`` is empty or that of one rank.
 
-Inside of callbacks every function of torch is looked at (an average of the weights, a mask, a copy of the model), in
-the rest of a training ``state_dict()``, which overridden ``save_model`` methods write to files.
+Inside of callbacks every function of torch is looked at (an average of the weights, a mask), and in the first calls of
+an overridden loss or step (a penalty, a head that is applied outside of its module); in the rest of a training
+``state_dict()``, which overridden ``save_model`` methods write to files, and copies of the model.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -26,12 +30,25 @@ _LOOKS = frozenset(
     )
 )
 """Functions and attributes of tensors that do not use values."""
+_WATCHED = 3
+WITH_GRADIENTS = frozenset(("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"))
+"""Events at which parameters have gradients in transformers."""
+_GRADIENT = (
+    "A callback uses parameter.grad ({name}), which is not the gradient of one process here: ZeRO and 16-bit "
+    "optimizers keep gradients in buffers of their own. Read it in on_pre_optimizer_step, on all ranks, with "
+    "deepspeed.utils.safe_get_full_grad(parameter), and change it with safe_set_full_grad(parameter, value)."
+)
 _USED = (
     "{what} was called for {name}, but ZeRO 3 has only a part of each weight on a rank, so that this tensor is empty. "
-    "Read all weights with self.accelerator.get_state_dict(self.model) on all ranks, use some inside of "
+    "Compute what a loss needs of a weight in the forward of the model, copy a model before train(), "
+    "read all weights with self.accelerator.get_state_dict(self.model) on all ranks, use some inside of "
     "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), save them with an overridden _save(output_dir, "
     "state_dict), or set zero_stage=2."
 )
+
+
+class ReleasedWeight(ConfigError):
+    """A script has used a weight of which ZeRO 3 has released the data."""
 
 
 def called_by_script(depth: int) -> bool:
@@ -53,12 +70,15 @@ def refuse_released(what: str, parameters: Iterable[Any], model: nn.Module) -> N
     """Refuse that a script has called the caller of this function, ``what``, for a released parameter of ``model``.
 
     Raises:
-        ConfigError: names it.
+        ReleasedWeight: names it.
     """
     for parameter in parameters:
         if is_released(parameter) and called_by_script(2):
-            name = next((name for name, one in model.named_parameters() if one is parameter), "a weight")
-            raise ConfigError(_USED.format(what=what, name=name))
+            raise ReleasedWeight(_USED.format(what=what, name=_name(parameter, model) or "a weight"))
+
+
+def _name(parameter: Any, model: nn.Module) -> str | None:
+    return next((name for name, one in model.named_parameters() if one is parameter), None)
 
 
 class ShardAccess(TorchFunctionMode):
@@ -66,26 +86,74 @@ class ShardAccess(TorchFunctionMode):
 
     Args:
         model: the model.
-        at_exit: called at the end.
+        at_exit: called at the end, if there was no error.
+        gradients: refuse ``parameter.grad``, too.
     """
 
-    def __init__(self, model: nn.Module, at_exit: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, at_exit: Callable[[], Any] = int, gradients: bool = False) -> None:
         super().__init__()
+        self._gradients = gradients
         self._model = model
         self._at_exit = at_exit
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._at_exit()
+        if error[0] is None:
+            self._at_exit()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         if name in ("__get__", "__set__"):
             name = func.__self__.__name__
+        if self._gradients and name == "grad" and called_by_script(1) and (used := _name(args[0], self._model)):
+            raise ConfigError(_GRADIENT.format(name=used))
         if name not in _LOOKS:
             first = args[0] if args and isinstance(args[0], (list, tuple)) else ()
             refuse_released(name, (*args, *first), self._model)
         return func(*args, **(kwargs or {}))
+
+
+class FirstUses:
+    """Contexts of the first losses in training and in evaluation, in which a script cannot use released weights.
+
+    The first of them record the order of modules, in which DeepSpeed releases small weights, too. Compiled models are
+    not watched: they would be compiled twice.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        self._left = dict.fromkeys((False, True), 0 if compiled else _WATCHED)
+
+    def __call__(self, training: bool) -> AbstractContextManager[Any]:
+        """The context of the next loss."""
+        if not self._left[training]:
+            return nullcontext()
+        self._left[training] -= 1
+        return ShardAccess(self._model)
+
+
+def watch_copies(model: nn.Module, stage: int) -> None:
+    """Let a script pickle parameters, without what DeepSpeed has put into them; refuse copies of ZeRO 3's shards."""
+    for name, parameter in model.named_parameters():
+        parameter.__reduce_ex__ = partial(_reduced, name, ref(parameter))  # type: ignore[method-assign]
+        if stage == 3:
+            parameter.__deepcopy__ = partial(_copied, name, ref(parameter))  # type: ignore[method-assign]
+
+
+def _copied(name: str, parameter: Any, memo: dict[int, Any]) -> Any:
+    if called_by_script(1):
+        raise ReleasedWeight(_USED.format(what="copy.deepcopy", name=name))
+    return nn.Parameter.__deepcopy__(parameter(), memo)
+
+
+def _reduced(name: str, parameter: Any, protocol: int) -> Any:
+    if is_released(parameter()):
+        raise ReleasedWeight(_USED.format(what="pickle", name=name))
+    return nn.Parameter(parameter().data, parameter().requires_grad).__reduce_ex__(protocol)
 
 
 def watch_state_dicts(model: nn.Module) -> None:

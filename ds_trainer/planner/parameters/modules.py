@@ -118,7 +118,8 @@ def _adapter_prefix(model: nn.Module) -> str | None:
 def _quantized(model: nn.Module) -> Iterator[tuple[str, tuple[tuple[int, ...], float]]]:
     """Name, shape and bytes of an element of each linear layer's weight that is stored as integers."""
     for name, module in model.named_modules():
-        weight: Any = getattr(module, "weight", None)
+        own = {**module._buffers, **module._parameters, **vars(module)}  # a parametrization would be computed
+        weight: Any = own.get("weight")
         outputs, inputs = getattr(module, "out_features", None), getattr(module, "in_features", None)
         dtype = getattr(weight, "dtype", None)
         if dtype is None or dtype.is_floating_point or not outputs or not inputs:

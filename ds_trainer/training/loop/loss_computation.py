@@ -31,6 +31,7 @@ from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
 if TYPE_CHECKING:
+    from ds_trainer.engine.zero3.shard_access import FirstUses
     from ds_trainer.training.loop.batch_census import SeenSamples
     from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
     from ds_trainer.training.model.label_smoothing import LabelSmoother
@@ -76,18 +77,15 @@ class LossComputation:
 
     Attributes:
         rule: see above; replaced if ``model_accepts_loss_kwargs`` is set.
-        sharder, packed: see above.
+        sharder, packed, check, chunked, sources, label_names, overlap_count: see above.
         for_loop: whether ``compute_loss`` returns a contribution, as the loop needs it. Otherwise it returns the value
             that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
-        check: see above.
-        chunked, sources: see above.
-        label_names: see above.
         first_samples: those of the first steps, with which the first evaluations are compared.
         batches: those of a step whose losses are not known yet.
         loader: of the training; a measurement may read samples of its dataset.
         items: item count of the current step.
         empty: whether the last micro-batch has nothing that its loss is a mean of, as far as the host knows.
-        overlap_count: see above.
+        watched: contexts in which a loss of a script cannot use what ZeRO 3 has released; None for other losses.
         defers_outputs: whether also an evaluation that wants outputs gets deferred logits.
     """
 
@@ -117,6 +115,7 @@ class LossComputation:
         self.packed = packed
         self.for_loop = False
         self.batches: Sequence[Any] = ()
+        self.watched: FirstUses | None = None
         self.loader: Any = None
         self.first_samples: SeenSamples | None = None
         self.items: ItemCount | None = None
@@ -144,7 +143,7 @@ class LossComputation:
 
     def release(self) -> None:
         """Drop the references to the model."""
-        self._smoother = self.sharder = None
+        self._smoother = self.sharder = self.watched = None
         self.chunked.release()
         self.loader = self._superseded = None
         self._counted, self.batches = {}, ()
@@ -174,10 +173,7 @@ class LossComputation:
         self.batches = () if self.rule.verified else batches
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
-        if len(counts) == 1:
-            own = counts[0]
-        else:
-            own = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+        own = counts[0] if len(counts) == 1 else sum(counts, torch.zeros((), dtype=torch.int64))
         local = count_for(device, own)
         groups = parallel_groups(self._layout) if distributed.world_size() > 1 else None
         own_shards = batches and isinstance(batches[0], ShardedBatch) and self.rule.weight is not self.rule.count
@@ -258,6 +254,7 @@ class LossComputation:
         plain = made or (tokens < self.chunked.tokens_from and not self.defers_outputs)
         try:
             with (
+                nullcontext() if self.watched is None else self.watched(model.training),
                 nullcontext() if plain else self.chunked.deferring(model, always=self.defers_outputs),
                 self.sources.recording() if self.sources.ids is not None else nullcontext(),
             ):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.data.batch_structure import number_of_samples
+from ds_trainer.engine.zero3.shard_access import ReleasedWeight
 from ds_trainer.training.loop.batch_splitting import samples_of_batch
 from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
@@ -279,6 +280,8 @@ class LossPasses:
                     stack.enter_context(self._shards.unsharded())
                 loss = self._loss_of(batch)
             self._losses.append(float("nan") if loss is None else float(loss.detach().mean()))
+        except ReleasedWeight:
+            raise
         except Exception as problem:  # a loss may need more samples than a part has; the real pass comes later
             self.short = self.short or is_out_of_memory(problem)
             if self.short and _communicates(self.model):

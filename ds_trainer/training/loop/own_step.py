@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.data.batch_structure import Dummy
+from ds_trainer.engine.zero3.shard_access import FirstUses
 from ds_trainer.utils import distributed
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
 from ds_trainer.utils.seeds import random_state, restore_random_state
@@ -56,6 +59,8 @@ class OwnStep:
         call, self._is_known = self._method if self._is_known else self._first, True
         with self._passes.of_script():
             loss = call(model, batch, **keywords)
+        if loss is None:
+            raise ConfigError(f"{self._method.__qualname__} returned None: let it return the loss, detached.")
         self._passes.check_complete()
         return self._accelerator.loss_contribution(torch.as_tensor(loss))
 
@@ -63,9 +68,12 @@ class OwnStep:
         again, random = copy.copy(batch), random_state()
         given: list[torch.Tensor] = []
         self._passes.given = given
-        loss = self._method(model, batch, **keywords)
+        watched: Callable[[bool], AbstractContextManager[Any]]
+        watched = FirstUses(self._engine.deepspeed.module) if self._engine.stage == 3 else nullcontext
+        with watched(True):
+            loss = self._method(model, batch, **keywords)
         self._passes.given = None
-        if not self._expects_division(given, loss):
+        if loss is None or not self._expects_division(given, loss):
             return loss
         logger.debug("accelerator.backward divides by the accumulation steps, because training_step does not.")
         self._passes.divides = True

@@ -20,6 +20,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
+from ds_trainer.engine.zero3.shard_access import FirstUses
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from ds_trainer.engine.training_engine import TrainingEngine
     from ds_trainer.training.loop.memory_recovery import MemoryRecovery
     from ds_trainer.training.protocol import TrainerProtocol
+
+_CLIP = "A script has set max_grad_norm={} while the model trains, but the engine clips with {}: set it before train()."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,7 @@ class MicroBatchRunner:
         self._engine = engine
         self._module = engine.deepspeed.module
         self._accelerator = accelerator if methods.uses_accelerator else None
+        losses.watched = FirstUses(self._module) if methods.uses_accelerator and engine.stage == 3 else None
         self._training_step = methods.training_step
         self._ranks = 1
         if methods.uses_accelerator and not methods.own_step:
@@ -254,6 +258,7 @@ class StepRunner:
             None if engine.deepspeed_schedule is not None or steps_on_metric(lr_scheduler) else lr_scheduler
         )
         self._device = device
+        self._max_grad_norm = events.args.max_grad_norm
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
         begin = methods.begin_copy if recovery is None else None  # a micro-batch may be split
@@ -306,6 +311,8 @@ class StepRunner:
             # From here on the gradients are those of the global batch. Whether they reach the weights is decided by all
             # ranks together: one rank that skips alone would have other weights from now on.
             events.notify("on_pre_optimizer_step")
+            if events.args.max_grad_norm != self._max_grad_norm:
+                raise ConfigError(_CLIP.format(events.args.max_grad_norm, self._max_grad_norm))
             self.learning_rate = current_lr(self._optimizer)
             health.begin_update()
             skip, recovery = guard.before_update(losses), self._recovery

@@ -12,6 +12,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
 from ds_trainer.engine.weights import full_numel
+from ds_trainer.optim.divided_updates import check_divided_updates
 from ds_trainer.optim.library_optimizer_builder import (
     build_given_optimizer,
     build_library_optimizer,
@@ -25,6 +26,8 @@ from ds_trainer.optim.optimizer_builder import (
 )
 from ds_trainer.optim.schedule_stepping import with_rates_of_the_optimizer
 from ds_trainer.optim.schedules import build_schedule
+from ds_trainer.optim.weight_swapping import check_weight_swapping
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.training.startup.configuration import OWN_OPTIMIZER
 from ds_trainer.utils.errors import ConfigError
@@ -157,21 +160,20 @@ def _existing(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
     return optimizer
 
 
-def check_optimizer(
-    optimizer: Any, lr_scheduler: Any, model: nn.Module, config: CompiledConfig, class_name: str
-) -> None:
-    """Reject an optimizer with other parameters than those of the model, and a second schedule.
+def check_optimizer(trainer: TrainerProtocol, config: CompiledConfig, layout: ParallelLayout) -> None:
+    """Reject an optimizer with other parameters than those of the model, or that ZeRO changes, and a second schedule.
 
     Args:
-        optimizer, lr_scheduler: those in use; None if DeepSpeed builds them.
-        model: the module.
+        trainer: has model, optimizer and schedule; the last two are None if DeepSpeed builds them.
         config: the compiled configuration.
-        class_name: class name of the Trainer, for messages.
+        layout: where the ranks are.
 
     Raises:
-        ConfigError: the optimizer was built for another model, or an earlier engine has put its partitions into it; or
-            there is a schedule although the DeepSpeed file has one.
+        ConfigError: the optimizer was built for another model, or an earlier engine has put its partitions into it; its
+            weights or updates are others where tensors are divided; or there is a schedule although the DeepSpeed file
+            has one.
     """
+    optimizer, lr_scheduler, class_name = trainer.optimizer, trainer.lr_scheduler, type(trainer).__name__
     if config.scheduler is not None and lr_scheduler is not None:
         raise ConfigError(
             f"{config.scheduler.source} has a scheduler, but {class_name} has built a "
@@ -179,7 +181,7 @@ def check_optimizer(
         )
     if optimizer is None:
         return
-    parameters = {id(p) for p in model.parameters()}
+    parameters = {id(p) for p in trainer.model.parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [tuple(p.shape) for p in given if id(p) not in parameters]
     if 0 < len(foreign) < len(given):
@@ -196,3 +198,6 @@ def check_optimizer(
             "model: it was built for another model, or an earlier train() has put ZeRO's partitions into it. "
             "Build it from model.parameters() again, or pass optimizer_cls_and_kwargs=(class, arguments) instead."
         )
+    check_weight_swapping(optimizer, config.zero_stage, config.precision.dtype)
+    if library_optimizer(trainer.args) is None:
+        check_divided_updates(optimizer, config.zero_stage, layout.tp)
