@@ -364,8 +364,10 @@ def _handle_failure(watch: _Watch | None, error: BaseException) -> None:
     if broken:
         record_error(error)
     if not watch.report(error, POLL_SECONDS if broken else GRACE_SECONDS):
-        if agreed and code_of(error) == DONE:  # by this rank alone, and the others end with an error for it
+        if isinstance(error, SystemExit) and code_of(error) == DONE:  # alone, and the others end with an error for it
             record_error(error)
+            _print(f"rank {watch.rank} has left the training alone with exit code 0; it ends with {FAILED}")
+            error.code = FAILED
         watch.abort()
 
 

@@ -101,11 +101,15 @@ def record_error(error: BaseException, environment: Mapping[str, str] = os.envir
         text = shown("".join(traceback.format_exception_only(type(error), error)).strip())
         with recording("the error of this rank"):
             write_json(_error_path(Path(directory), likely_rank(environment)), text)
-    if environment.get("TORCHELASTIC_ERROR_FILE"):
+    if file := environment.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         with recording("the error of this rank"):
-            get_error_handler().record_exception(error)
+            try:
+                get_error_handler().record_exception(error)
+            except OSError:  # torchrun ends with a traceback of its own at a part of it
+                Path(file).unlink(missing_ok=True)
+                raise
 
 
 def read_error(directory: Path, rank: int) -> str:

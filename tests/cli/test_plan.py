@@ -289,8 +289,8 @@ def test_an_inverse_question_on_the_command_line(model: str, capsys: pytest.Capt
         (["MODEL", "--price", "2"], "--price needs --tokens"),
         (["MODEL", "--this-machine", "--device", "H100"], "--this-machine and --device both"),
         (["MODEL", "--config", "MODEL"], "--config "),
-        (["MODEL", "--plot", "MODEL"], "--plot "),
-    ],
+        (["MODEL", "--plot", "MODEL"], "--plot ")
+    ]
 )  # fmt: skip
 def test_mistakes(argv: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *(model if part == "MODEL" else part for part in argv)]) == CANNOT_WORK
@@ -303,8 +303,8 @@ def test_mistakes(argv: list[str], message: str, model: str, capsys: pytest.Capt
         ("--seq-len", "3x"), ("--seq-len", "-4"), ("--seq-len", "0"), ("--nodes", "0"), ("--nodes", "two"),
         ("--devices-per-node", "-8"), ("--global-batch", "1.5"), ("--margin", "2"), ("--margin", "-0.1"),
         ("--margin", "nan"), ("--lora-rank", "-1"), ("--zero-stage", "4"), ("--host-memory", "0"),
-        ("--network", "inf"), ("--tokens", "15X"), ("--price", "-1"), ("--micro-batch", "0"),
-    ],
+        ("--network", "inf"), ("--tokens", "15X"), ("--price", "-1"), ("--micro-batch", "0")
+    ]
 )  # fmt: skip
 def test_values_out_of_range(option: str, value: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, f"{option}={value}"]) == 2
@@ -315,8 +315,8 @@ def test_values_out_of_range(option: str, value: str, model: str, capsys: pytest
     ("read", "text", "value"),
     [
         (tokens, "32K", 32768), (tokens, "1m", 1024**2), (tokens, "8,192", 8192), (tokens, "0.5K", 512),
-        (many_tokens, "15B", 15 * 10**9), (many_tokens, "1.5T", 15 * 10**11), (many_tokens, "100M", 10**8),
-    ],
+        (many_tokens, "15B", 15 * 10**9), (many_tokens, "1.5T", 15 * 10**11), (many_tokens, "100M", 10**8)
+    ]
 )  # fmt: skip
 def test_numbers_with_units(read: Callable[[str], int], text: str, value: int) -> None:
     assert read(text) == value

@@ -120,11 +120,7 @@ def test_what_is_not_covered_is_said(
     recipe = {
         "model": {"architecture": LLAMA_8B},
         "data": {"train": ["python-stdlib"], "tokenizer": "bytes", "sequence_length": 2048},
-        "arguments": {
-            "output_dir": "runs/x",
-            "bf16": True,
-            "deepspeed": {"zero_optimization": {"stage": 3, **zero}},
-        },
+        "arguments": {"output_dir": "runs/x", "bf16": True, "deepspeed": {"zero_optimization": {"stage": 3, **zero}}},
     }
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(recipe))

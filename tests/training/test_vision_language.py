@@ -26,7 +26,7 @@ FAMILIES = ("llava", "qwen2_vl", "gemma3", "idefics3")
 RATE = 0.05
 ARGUMENTS: dict[str, Any] = dict(
     optim="sgd", learning_rate=RATE, weight_decay=0.0, max_grad_norm=0.0, max_steps=2, per_device_train_batch_size=1,
-    train_sampling_strategy="sequential", remove_unused_columns=False,
+    train_sampling_strategy="sequential", remove_unused_columns=False
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def loss_of_all(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) 
 def reference(family: str, accumulation: int) -> Trajectory:
     return train_plainly(
         model_of(family), Samples(family), loss=loss_of_all, optimizer="sgd", learning_rate=RATE, weight_decay=0.0,
-        steps=2, global_batch=2 * accumulation, seed=None, collate=partial(alone, family),
+        steps=2, global_batch=2 * accumulation, seed=None, collate=partial(alone, family)
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ds_trainer import ConfigError, PeerFailure, Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.utils import distributed, failures
+from ds_trainer.utils.exit_codes import code_of
 from tests.support.models import PlainLanguageModel, RaggedTokens, tiny_llama
 from tests.support.pool import RankFailure, pool
 
@@ -178,7 +179,8 @@ def leave(path: str, error: BaseException) -> None:
         section()
     except PeerFailure as found:
         Path(path).write_text(f"{found.exit_code} {found}")
-    except BaseException:
+    except BaseException as left:
+        Path(f"{path}.left").write_text(str(code_of(left)))
         deadline = time.monotonic() + 30.0  # the pool ends all ranks with the first one
         while not Path(path).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -191,3 +193,4 @@ def test_a_rank_that_leaves_is_a_failure_of_the_others(error: BaseException, tmp
     with pytest.raises(RankFailure):
         pool(2).run(leave, str(tmp_path / "found"), error)
     assert (tmp_path / "found").read_text().startswith(f"1 rank 1 failed with {type(error).__name__}: ")
+    assert (tmp_path / "found.left").read_text() == "1"

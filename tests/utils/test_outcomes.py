@@ -72,3 +72,15 @@ def test_only_new_outcomes_are_opened(tmp_path: Path) -> None:
     assert [path for path in opened if path.startswith(str(tmp_path))] == []
     assert list(read_outcomes(tmp_path, known)) == [0, 1, 2, 3]
     assert [path for path in opened if path.startswith(str(tmp_path))] == [str(tmp_path / "rank-3.json")]
+
+
+def test_an_error_that_cannot_be_recorded_leaves_nothing_for_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its agent would end with a traceback of its own at the beginning of a file."""
+    file = tmp_path / "error.json"
+    file.symlink_to("/dev/full")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    record_error(ValueError("x" * 100_000))
+    assert not file.is_symlink() and Path("/dev/full").exists()
+    assert "the error of this rank could not be recorded" in capfd.readouterr().err

@@ -22,10 +22,7 @@ from ds_trainer.planner.planned_model import PlannedModel
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
-pytestmark = [
-    pytest.mark.jit,
-    pytest.mark.needs("libaio.h"),
-]
+pytestmark = [pytest.mark.jit, pytest.mark.needs("libaio.h")]
 
 SUB_GROUP, IN_HOST = 5_000_000, 8_000_000
 SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 4096}

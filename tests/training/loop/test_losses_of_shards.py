@@ -86,7 +86,7 @@ def trained(name: str, folder: str, **values: Any) -> Any:
     args = TrainingArguments(
         folder, optim="sgd", learning_rate=0.0, max_grad_norm=0.0, max_steps=1, logging_steps=1, use_cpu=True,
         train_sampling_strategy="sequential", save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
-        **values,
+        **values
     )  # fmt: skip
     said: list[str] = []
     handler = logging.Handler()
@@ -176,7 +176,7 @@ def empty_one(loss: Any, output_dir: str, missing: float, stage: int) -> tuple[l
         output_dir, per_device_train_batch_size=4 // distributed.world_size(), gradient_accumulation_steps=3,
         per_device_eval_batch_size=4 // distributed.world_size(), zero_stage=stage, optim="sgd", learning_rate=0.0,
         max_grad_norm=0.0, max_steps=1, logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True,
-        train_sampling_strategy="sequential", remove_unused_columns=False,
+        train_sampling_strategy="sequential", remove_unused_columns=False
     )  # fmt: skip
     trainer = Trainer(Head(loss), args, train_dataset=rows, eval_dataset=rows)
     trainer.train()
