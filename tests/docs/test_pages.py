@@ -259,3 +259,11 @@ def test_issue_templates_are_valid_forms() -> None:
             assert {"name", "description", "body"} <= set(form)
             ids = [part["id"] for part in form["body"]]
             assert len(ids) == len(set(ids))
+
+
+def test_tests_of_reports_exist() -> None:
+    """Each with the part of a name that selects it."""
+    named = re.findall(r"`(tests/[\w/.]+)(?: -k (\w+))?`", text("docs/reference/reports-tried.md"))
+    assert len(named) > 100
+    assert [name for name, _ in named if not (ROOT / name).exists()] == []
+    assert [pair for pair in named if pair[1] and pair[1] not in text(pair[0])] == []
