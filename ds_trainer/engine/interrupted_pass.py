@@ -112,10 +112,9 @@ def _forget_gradients(engine: TrainingEngine) -> None:
         if hasattr(parameter, "grad_accum"):
             parameter.grad_accum = None
     engine.unused_parameters.interrupted()
-    if engine.reduction_order is not None:
-        engine.reduction_order.restart()
     if isinstance(optimizer, ZeROOptimizer):
         optimizer._backward_active_depth = 0
+        optimizer.grads_in_partition = None  # of ZeRO 1 and 2
         for bucket in getattr(optimizer, "ipg_buckets", {}).values():
             (bucket.clear_params if hasattr(bucket, "clear_params") else bucket.clear)()
         reduced = getattr(optimizer, "params_already_reduced", [])

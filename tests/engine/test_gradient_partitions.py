@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_trainer import TrainingArguments
 from ds_trainer.config.compiler import compile_config
-from ds_trainer.engine import training_engine
+from ds_trainer.engine import reduction_order, training_engine
 from ds_trainer.engine.gradient_partitions import own_gradient_partition
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
@@ -47,9 +47,11 @@ class Odd(nn.Module):
 
 ZERO: dict[str, dict[str, Any]] = {
     "": {},
-    "small buckets": {"reduce_bucket_size": 130},  # a matrix is larger
+    "small buckets": {"reduce_bucket_size": 330},
+    "smaller buckets": {"reduce_bucket_size": 130},  # a matrix is larger
     "round robin": {"round_robin_gradients": True},
-    "overlap": {"overlap_comm": True},
+    "no overlap": {"overlap_comm": False},
+    "no overlap, small buckets": {"reduce_bucket_size": 330, "overlap_comm": False},
     "separate gradients": {"contiguous_gradients": False},
     "one reduction a rank": {"use_multi_rank_bucket_allreduce": False},
     "all-reduce": {"reduce_scatter": False},
@@ -67,6 +69,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 def trained(deepspeeds: bool, stage: int, zero: str, precision: str, groups: int) -> tuple[list[torch.Tensor], Any]:
     """Losses, norms, weights and gradients of three steps, and what is known about this rank's partition."""
     settings = dict(PRECISIONS[precision])
+    # DeepSpeed adds a matrix that is larger than a bucket in pieces.
+    waits = {"overlap_comm": False} if deepspeeds and zero == "smaller buckets" else {}
     config = {"zero_allow_untested_optimizer": True, **settings.pop("deepspeed", {})}
     args = TrainingArguments(
         "unused",
@@ -75,7 +79,7 @@ def trained(deepspeeds: bool, stage: int, zero: str, precision: str, groups: int
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_grad_norm=0.5,
-        deepspeed={**config, "zero_optimization": {"stage": stage, **ZERO[zero]}},
+        deepspeed={**config, "zero_optimization": {"stage": stage, **ZERO[zero], **waits}},
         **settings,
     )
     layout = ParallelLayout(distributed.world_size())
@@ -83,6 +87,8 @@ def trained(deepspeeds: bool, stage: int, zero: str, precision: str, groups: int
     patch = pytest.MonkeyPatch()
     if deepspeeds:
         patch.setattr(training_engine, "own_gradient_partition", nullcontext)
+        if zero != "smaller buckets":
+            patch.setattr(reduction_order, "can_overlap", lambda optimizer: False)
     model = Odd()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parts: Any = [{"params": trainable[i::groups], "weight_decay": 0.01 * i} for i in range(groups)]
