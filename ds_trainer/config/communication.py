@@ -98,8 +98,8 @@ def write_communication_sizes(
         _write(builder, "reduce_bucket_size", bucket)
         if stage < 3:
             _write(builder, "allgather_bucket_size", bucket)
-    if network is not None:
-        _write_overlap(builder, stage, size)
+    if network is not None and stage == 3:  # at 1 and 2 engine/overlapped_reduction.py decides, and not DeepSpeed
+        builder.derive(f"{_ZERO}.overlap_comm", True, "gathers and reductions run beside the passes")
     on_nvme = builder.config.get(f"{_ZERO}.offload_param.device") == "nvme"  # the compiler turns prefetch off
     prefetch = prefetch_bucket(width, size, total, network, shape.source) if stage == 3 and not on_nvme else None
     if prefetch is not None and (width is not None or network is not None):
@@ -111,13 +111,3 @@ def write_communication_sizes(
 
 def _write(builder: ConfigBuilder, key: str, size: BucketSize) -> None:
     builder.derive(f"{_ZERO}.{key}", size.elements, size.reason)
-
-
-def _write_overlap(builder: ConfigBuilder, stage: int, element_bytes: int) -> None:
-    """ZeRO 1 and 2 with overlap need a second bucket, and lose gradients of ZeRO 1 (docs/explanation/planner.md)."""
-    if stage == 3:
-        builder.derive(f"{_ZERO}.overlap_comm", True, "gathers and reductions run beside the passes")
-        return
-    bucket = builder.config.get(f"{_ZERO}.reduce_bucket_size", 0)
-    why = f"a second bucket ({bucket * element_bytes / 1e6:.0f} MB), and not verified on GPUs for ZeRO 1 and 2"
-    builder.derive(f"{_ZERO}.overlap_comm", False, why)

@@ -247,6 +247,17 @@ ENGINE_ROWS = (
         ),
     ),
     Row(
+        "engine/overlapped_reduction.py",
+        "gradients are read before they are summed, or buckets of different gradients are added",
+        SELF_TEST,
+        replaces=of(ZERO12, "reduce_ipg_grads", "process_gradients", "reduce_gradients"),
+        relies_on=(
+            *of(ZERO12, "average_tensor", "allreduce_and_scatter", "allreduce_bucket", "copy_grads_in_partition"),
+            *of(ZERO12, "_get_compact_grad_partition_slice", "_release_ipg_buffers", "setup_buckets"),
+            *of(ZERO12, "_fill_param_grad_accum_attribute", "independent_gradient_partition_epilogue"),
+        ),
+    ),
+    Row(
         "engine/reduction_order.py",
         "ranks that use different modules hang, or add gradients of different parameters",
         f"{SELF_TEST} (gradients of equal modules)",

@@ -230,8 +230,8 @@ def _part(active: Mapping[Kind, int]) -> str:
 
 _ADVICE = {
     "data": "Set dataloader_num_workers, or tokenize before training: the step waits for its batches.",
-    "communication": "The step waits for other ranks. Increase gradient_accumulation_steps or the micro-batch, set "
-    "overlap_comm in the DeepSpeed configuration, or use a lower ZeRO stage if memory allows.",
+    "communication": "The step waits for other ranks. Increase gradient_accumulation_steps or the micro-batch, or "
+    "use a lower ZeRO stage if memory allows.",
     "optimizer": "Increase gradient_accumulation_steps, or use optim='adamw_torch_fused'; with offload, the optimizer "
     "runs on the host.",
     "Python": "The operators are too small to hide the time of the interpreter. Increase the micro-batch, turn "

@@ -1,7 +1,7 @@
 """Time of an optimizer step, from FLOPs, bytes and bandwidths. An interval: kernels and overlap differ.
 
 Matrix products run at a fraction of the peak, everything else at the bandwidth of the memory, collectives at that of
-the slowest link that they cross. ZeRO 3's collectives overlap with the computation, others do not.
+the slowest link that they cross. The collectives of ZeRO overlap with the computation, others do not.
 The fractions (:data:`EFFICIENCY`) are those of published runs, listed in ``tests/planner/test_anchors.py``.
 """
 
@@ -121,8 +121,10 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     found["exchange of tokens"] = exchange_seconds(model, run, cluster) / reached["links"] * run.accumulation
     if run.stage == 3:  # what overlaps cannot hide more than the computation lasts
         found["ZeRO communication"] = _exposed(weights + gradients, busy, reached["overlap"]) * run.accumulation
-    else:  # DeepSpeed's default of overlap_comm is false there
-        found["ZeRO communication"] = gradients * (run.accumulation if run.stage == 2 else 1)
+    else:  # beside the backward pass, the larger part of a micro-batch, but for stage 0 and offload
+        hides = run.stage > 0 and not run.offload_optimizer
+        exposed = _exposed(gradients, busy * 2 / 3, reached["overlap"]) if hides else gradients
+        found["ZeRO communication"] = exposed * (run.accumulation if run.stage == 2 else 1)
     if run.stage in (1, 2):
         found["ZeRO communication"] += weights  # the updated weights, after the step
     found["offload transfers"] = _exposed(transfers, busy, reached["overlap"] / 2)

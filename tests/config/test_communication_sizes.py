@@ -53,8 +53,7 @@ def test_each_value_has_its_reason_and_the_file_wins() -> None:
     count = LAYERS * WIDTH * (WIDTH + 1)
     assert config.get(f"{section}.reduce_bucket_size") == config.get(f"{section}.allgather_bucket_size") == count
     assert f"all {count} trained elements" in str(config.origin(f"{section}.reduce_bucket_size"))
-    assert config.get(f"{section}.overlap_comm") is False
-    assert "a second bucket (64 MB)" in str(config.origin(f"{section}.overlap_comm"))
+    assert f"{section}.overlap_comm" not in config
     config = sizes(3, 8, node(8), stage3_prefetch_bucket_size=7, overlap_comm=False, reduce_bucket_size="auto")
     assert config.get(f"{section}.reduce_bucket_size") == count // 8
     assert config.get(f"{section}.stage3_prefetch_bucket_size") == 7 and config.get(f"{section}.overlap_comm") is False
@@ -132,8 +131,8 @@ def test_fewer_messages_of_the_same_bytes_and_the_same_weights(world: int, stage
     before, chosen = (
         dict(sizes(stage, world, cluster).to_dict()["zero_optimization"]) for cluster in (None, node(world))
     )
-    before["overlap_comm"] = chosen["overlap_comm"]
-    default = {"stage": stage, "overlap_comm": chosen["overlap_comm"]}
+    before["overlap_comm"] = chosen["overlap_comm"] = stage == 3
+    default = {"stage": stage, "overlap_comm": stage == 3}
     found = [pool(world).run(counted, zero, world, timeout=120) for zero in (before, chosen, default)]
     for (old, old_bytes, old_weights), (new, new_bytes, new_weights), (_, _, weights) in zip(*found, strict=True):
         kind = "reduce_scatter_tensor" if stage == 3 else "all_reduce"

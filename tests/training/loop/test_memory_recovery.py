@@ -150,6 +150,15 @@ def test_in_the_first_or_the_last_micro_batch_of_a_step(stage: int, last: bool, 
     equal_with_less_memory(2, model, tmp_path, zero_stage=stage, gradient_accumulation_steps=3)
 
 
+@pytest.mark.cases(2, rest="extended")
+@pytest.mark.parametrize(("stage", "last"), [(1, True), (2, False), (1, False), (2, True)])
+def test_buckets_that_are_reduced_beside_the_backward_pass(stage: int, last: bool, tmp_path: Path) -> None:
+    """Some are sent and some are complete when memory runs out."""
+    common = {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 2000}}, "gradient_accumulation_steps": 2}
+    model = {"rank": 1, "backward": True, "last": last}
+    equal_with_less_memory(2, model, tmp_path, zero_stage=stage, **common)
+
+
 @pytest.mark.extended
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("last", [False, True])
