@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ds_trainer import Trainer, TrainingArguments
 from tests.support.checkpoints import resume as resume_from
@@ -122,3 +125,65 @@ def test_damaged_experts_are_not_resumed_from(damage: str, first: Any, tmp_path:
     assert len(shards) == 2
     DAMAGE[damage](shards)
     assert resume_from(run)[0].path == run / f"checkpoint-{STOP}"
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made on this device."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if _is_real(one)}
+        for tensor in filter(_is_real, tree_leaves(made)):
+            # Views of a file that is mapped into memory are no copies of it: a rank reads a part.
+            if tensor.untyped_storage().data_ptr() not in given and tensor.is_floating_point():
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+SIZES: dict[str, Any] = dict(num_experts=64, num_hidden_layers=1, moe_intermediate_size=256, hidden_size=128)
+ALL = 64 * 2 * 256 * 128
+"""Elements of the first projections of all experts of a layer."""
+
+
+def _load(directory: str, stage: int, experts: int) -> tuple[int, dict[str, torch.Tensor], float]:
+    """The largest tensor of a run from files, the weights that it has read, and its first loss."""
+    arguments: dict[str, Any] = dict(zero_stage=stage, expert_parallel_size=experts, max_steps=1, learning_rate=0.0)
+    arguments |= dict(use_cpu=True, save_strategy="no", self_test="never", logging_steps=1)
+    trainer = Trainer(directory, TrainingArguments(f"{directory}/run", **arguments), train_dataset=samples())
+    assert all(parameter.is_meta for parameter in trainer.model.parameters())
+    with Largest() as largest:
+        trainer.train()
+    report = compatibility_of(trainer)
+    trainer.engine.close()
+    return largest.elements, report.weights, report.losses[0]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("form", ["each expert", "stacked", "bin"])
+def test_no_rank_holds_all_experts(form: str, stage: int, tmp_path: Path) -> None:
+    model = maker("qwen3_moe", **SIZES)()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if form == "each expert":
+        model.save_pretrained(tmp_path)
+    else:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(tmp_path)
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if form == "bin":
+            torch.save(state, tmp_path / "pytorch_model.bin")
+        else:
+            save_file(state, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    whole = pool(4).run(_load, str(tmp_path), stage, 1)
+    assert whole[0][0] >= ALL  # so it would be noticed
+    divided = pool(4).run(_load, str(tmp_path), stage, 4)
+    for largest, found, loss in divided:
+        assert weight_distance(found, weights) == 0
+        assert loss == pytest.approx(whole[0][2], rel=1e-6)
+        assert largest < ALL / 2

@@ -5,6 +5,9 @@ With SGD and active clipping: Adam would hide a factor in the gradients of the e
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.parallel import expert_exchange
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model import expert_division
 from ds_trainer.training.model.expert_division import expert_problems
@@ -289,3 +293,28 @@ def test_rows_without_room_name_their_layer(tmp_path: Any) -> None:
     message = r"model\.layers\.0\.mlp\.experts: [\d,]+ rows have arrived .* an auxiliary loss, or smaller micro-batches"
     with pytest.raises(RankFailure, match=message):
         pool(2).run(_without_room, str(tmp_path))
+
+
+def _killed_inside(directory: str) -> None:
+    """Rank 1 dies in the exchange of the second step."""
+    send = expert_exchange.ExpertExchange.send
+    calls = 0
+
+    def dying(exchange: Any, *args: Any) -> None:
+        nonlocal calls
+        calls += torch.distributed.get_rank() == 1 and exchange._counts  # in training
+        if calls == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(exchange, *args)
+
+    with mock.patch.object(expert_exchange.ExpertExchange, "send", dying):
+        arguments = {"expert_parallel_size": 2, "zero_stage": 1, "max_steps": 5, "self_test": "never"}
+        train_and_report(maker("qwen3_moe"), samples, directory, **arguments)
+
+
+@pytest.mark.extended
+def test_ranks_end_when_one_is_killed_inside_the_exchange(tmp_path: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match=r"mlp\.experts: the exchange of tokens with other ranks has failed"):
+        pool(2).run(_killed_inside, str(tmp_path))
+    assert time.monotonic() - began < 60
