@@ -36,10 +36,6 @@ class Unprintable(Exception):
         raise ValueError("no text")
 
 
-class Foreign(BaseException):
-    """As that of a framework that ends its tasks so."""
-
-
 def fail(error: BaseException) -> None:
     raise error
 
@@ -109,6 +105,7 @@ CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."
 WATCHED = {"hang_timeout": 5.0, "hang_policy": "abort", "hang_factor": 1.0}
 SAVED = {"save_steps": 1, "save_failure_policy": "stop"}
 LOADED = {"dataloader_num_workers": 1}
+SIGNALS = ["SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGHUP", "SIGALRM", "SIGXCPU", "SIGUSR2"]
 ENDS: dict[str, End] = {
     "error": End(lambda: fail(Breaks("broken")), FAILED, failed("Breaks: broken")),
     "error in the backward pass": End(fail_in_the_model, FAILED, failed("Breaks: broken"), "model"),
@@ -117,7 +114,7 @@ ENDS: dict[str, End] = {
     "MemoryError": End(lambda: fail(MemoryError()), FAILED, failed("OutOfMemory: Out of memory on rank 1")),
     "address space": End(no_more_memory, FAILED, failed("OutOfMemory: Out of memory on rank 1")),
     "KeyboardInterrupt": End(lambda: fail(KeyboardInterrupt()), 130, killed_by("SIGINT")),
-    "BaseException": End(lambda: fail(Foreign("broken")), FAILED, ended_with(1)),
+    "BaseException": End(lambda: fail(GeneratorExit("broken")), FAILED, ended_with(1)),
     "sys.exit": End(lambda: sys.exit(3), 3, failed("SystemExit: 3")),
     "sys.exit(0)": End(lambda: sys.exit(0), FAILED, failed("SystemExit: 0")),
     "sys.exit with a text": End(lambda: sys.exit("no more"), FAILED, failed("SystemExit: no more")),
@@ -127,20 +124,7 @@ ENDS: dict[str, End] = {
     "another program": End(lambda: os.execv("/bin/false", ["false"]), 1, ended_with(1)),
     "no other program": End(lambda: os.execv("/no/such", ["x"]), FAILED, failed("FileNotFoundError")),
     "abort": End(os.abort, 134, killed_by("SIGABRT")),
-    **{
-        name: End(kill(number), 128 + number, killed_by(name))
-        for name, number in (
-            ("SIGKILL", 9),
-            ("SIGSEGV", 11),
-            ("SIGBUS", 7),
-            ("SIGILL", 4),
-            ("SIGFPE", 8),
-            ("SIGHUP", 1),
-            ("SIGALRM", 14),
-            ("SIGXCPU", 24),
-            ("SIGUSR2", 12),
-        )
-    },
+    **{name: End(kill(signal.Signals[name]), 128 + signal.Signals[name], killed_by(name)) for name in SIGNALS},
     "SIGTERM": End(kill(signal.SIGTERM), REQUEUE, f"by SIGTERM on rank {FAILING}: "),
     "memory of the GPU": End(lambda: fail(CUDA), FAILED, failed("OutOfMemory: Out of memory on rank 1")),
     "memory of the job": End(use_all_memory, 137, "because memory was exhausted: the limit of its cgroup is 3.00 GB"),
