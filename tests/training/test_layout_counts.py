@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from ds_trainer.utils.errors import ConfigError
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 from tests.support.predictions import arguments
+from tests.training.test_own_steps import Classifier
 
 SAMPLES = 21  # with global batches of 8: the last one is ragged, and the last micro-step too
 
@@ -180,3 +183,47 @@ def test_a_batch_size_in_the_file_must_match_the_batch_plan(
     if configured != right:
         with pytest.raises(ConfigError, match=f"= {right}. Write"):
             compiled(configured)
+
+
+def batches_of_this_rank(library: str, output_dir: str, changes: dict[str, Any]) -> list[list[int]]:
+    library_of = importlib.import_module(library)
+    found: list[list[int]] = []
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        found.append([sample["index"] for sample in samples])
+        return {"x": torch.ones(len(samples), 4), "labels": torch.zeros(len(samples), dtype=torch.int64)}
+
+    values: dict[str, Any] = dict(num_train_epochs=2, per_device_train_batch_size=2, seed=5, use_cpu=True)
+    values |= dict(report_to="none", disable_tqdm=True, save_strategy="no", remove_unused_columns=False)
+    args = library_of.TrainingArguments(output_dir, **{**values, **changes})
+    data = [{"index": index} for index in range(22)]
+    trainer = library_of.Trainer(Classifier(), args, train_dataset=data, data_collator=collate)
+    trainer.train()
+    if library == "ds_trainer":
+        trainer.engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"data_seed": 9, "gradient_accumulation_steps": 2},
+        {"train_sampling_strategy": "sequential"},
+        {"dataloader_drop_last": True},
+    ],
+)
+def test_two_ranks_have_the_batches_that_transformers_gives_them(changes: dict[str, Any], tmp_path: Any) -> None:
+    """But for the end of an epoch, which transformers fills with samples that were there before."""
+    theirs, ours = (
+        pool(2).run(batches_of_this_rank, library, str(tmp_path / library), changes)
+        for library in ("transformers", "ds_trainer")
+    )
+    steps = 5 if "dataloader_drop_last" in changes else 6
+    for one, other in zip(theirs, ours, strict=True):
+        assert len(one) == len(other) == 2 * steps
+        whole = [index for index in range(2 * steps) if index % steps < 5]
+        assert [one[index] for index in whole] == [other[index] for index in whole]
+    if steps == 6:
+        samples = [[index for rank in ours for batch in rank[6 * e : 6 * e + 6] for index in batch] for e in (0, 1)]
+        assert [sorted(one) for one in samples] == [list(range(22))] * 2
