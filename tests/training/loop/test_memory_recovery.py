@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer import PeerFailure, Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.data.batch_structure import DummyBatch
 from ds_trainer.training.loop.batch_splitting import NotSplittable, split_batch
 from ds_trainer.training.out_of_memory import OutOfMemory
@@ -22,7 +22,7 @@ from ds_trainer.utils import distributed
 from tests.support.compare import assert_equal
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory
-from tests.support.pool import pool
+from tests.support.pool import RankFailure, pool
 from tests.support.runs import compatibility_of
 from tests.training.startup.test_batch_size_search import OutOfMemoryAbove
 
@@ -229,6 +229,33 @@ def test_in_the_first_micro_batches_of_a_run(
     for report, facts in on_ranks(ranks, str(tmp_path / "short"), 2, model, common):
         assert (facts["micro"], facts["accumulation"], facts["micro-batches"]) == (2, 4, [4] * STEPS)
         assert_equal(report, free)
+
+
+@pytest.mark.cases(1, rest="extended")
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_first_micro_batch_is_short_again_in_half_its_size(backward: bool, tmp_path: Path) -> None:
+    """Ranks compare the order of modules by broadcasts, which the rank that begins anew does not repeat."""
+    common = {"zero_stage": 3}
+    ((free, _), *_) = on_ranks(2, str(tmp_path / "free"), 4, {}, common)
+    model = {"rank": 1, "backward": backward, "short_from": 1}
+    for report, facts in on_ranks(2, str(tmp_path / "short"), 1, model, common):
+        assert (facts["micro"], facts["accumulation"], facts["micro-batches"]) == (1, 4, [4] * STEPS)
+        assert_equal(report, free)
+
+
+def short_with_one_sample(directory: str) -> str:
+    try:
+        train(directory, 0, {"rank": 1, "backward": True, "short_from": 3}, zero_stage=3)
+    except (OutOfMemory, PeerFailure) as error:
+        return str(error)
+    return "trained"
+
+
+def test_one_sample_that_is_too_much_ends_all_ranks(tmp_path: Path) -> None:
+    """The rank runs short twice in a micro-batch: the second time with one sample, while it completes the first."""
+    with pytest.raises(RankFailure) as failure:
+        raise RankFailure("\n".join(pool(2).run(short_with_one_sample, str(tmp_path), timeout=60)))
+    assert "no answer" not in str(failure.value) and "trained" not in str(failure.value)
 
 
 class Counting(Bounded):
