@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from ds_trainer.arguments.accelerator_config import EFFECTS
 from ds_trainer.arguments.checks.unsupported import ENGINE
 from ds_trainer.config.library_optimizer_table import LIBRARY
-from ds_trainer.config.optimizer_types import OF_NAME, TYPES
+from ds_trainer.config.optimizer_block import OF_NAME, TYPES
 from ds_trainer.config.rules import RULES, Rule
 from ds_trainer.config.schema import load_schema
 from ds_trainer.utils.errors import ConfigError

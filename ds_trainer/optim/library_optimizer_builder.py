@@ -15,7 +15,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.library_optimizer_table import LibraryOptimizer, library_optimizer
-from ds_trainer.config.optimizer_types import BUILT_HERE, OF_NAME, TYPES
+from ds_trainer.config.optimizer_block import BUILT_HERE, OF_NAME, TYPES
 from ds_trainer.optim.optimizer_builder import construct
 from ds_trainer.utils.errors import ConfigError
 

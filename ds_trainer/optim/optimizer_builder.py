@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.config.optimizer_types import BUILT_HERE
+from ds_trainer.config.optimizer_block import BUILT_HERE
 from ds_trainer.utils.errors import ConfigError
 
 # Scales and shifts of normalization layers are not decayed, for any class name of the layer.

@@ -34,8 +34,7 @@ from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
 from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
 from ds_trainer.training.out_of_memory import Remedy, explained_out_of_memory, startup_remedies, training_remedies
-from ds_trainer.training.planning.run_estimate import RunEstimate
-from ds_trainer.training.planning.run_estimator import peak_memory
+from ds_trainer.training.planning.run_estimator import RunEstimate, peak_memory
 from ds_trainer.training.resume.checkpointer import Checkpointer
 from ds_trainer.training.resume.compatibility import Changes
 from ds_trainer.training.resume.output_directory import OutputDirectory, running_model

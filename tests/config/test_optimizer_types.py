@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.config.optimizer_types import BUILT_HERE, OF_NAME, TYPES, OptimizerType
+from ds_trainer.config.optimizer_block import BUILT_HERE, OF_NAME, TYPES, OptimizerType
 from ds_trainer.utils.errors import ConfigError
 from tests.config.support import compiled
 

@@ -13,7 +13,7 @@ from torch import nn
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.arguments.enums import OptimizerNames
 from ds_trainer.config.library_optimizer_table import LIBRARY
-from ds_trainer.config.optimizer_types import OF_NAME
+from ds_trainer.config.optimizer_block import OF_NAME
 from ds_trainer.optim.library_optimizer_builder import (
     build_given_optimizer,
     build_library_optimizer,

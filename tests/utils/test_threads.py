@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.checkpoint.background import staging_buffer as arenas
+from ds_trainer.checkpoint.background import snapshot as arenas
 from ds_trainer.checkpoint.background.background_save import THREAD_NAME, BackgroundSave
-from ds_trainer.checkpoint.background.snapshot import Snapshot
-from ds_trainer.checkpoint.background.staging_buffer import StagingBuffer
+from ds_trainer.checkpoint.background.snapshot import Snapshot, StagingBuffer
 from ds_trainer.checkpoint.background.store_barrier import StoreBarrier
 from ds_trainer.checkpoint.shards.shard_content import ShardContent
 from ds_trainer.engine.state.state_shards import StateShard

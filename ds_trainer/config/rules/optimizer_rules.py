@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ds_trainer.config.library_optimizer_table import LIBRARY, LibraryOptimizer
-from ds_trainer.config.optimizer_types import TYPES
+from ds_trainer.config.optimizer_block import TYPES
 from ds_trainer.config.rules.rule_context import Rule, RuleContext
 
 _STAGE = "zero_optimization.stage"

@@ -16,10 +16,9 @@ from ds_trainer.data.order import epoch_order
 from ds_trainer.monitor import throughput
 from ds_trainer.monitor.memory import BYTES_PER_GB
 from ds_trainer.monitor.metrics_file import LOSSES
-from ds_trainer.monitor.report.advice import advice_of
+from ds_trainer.monitor.report.advice import TimeUse, advice_of, time_use
 from ds_trainer.monitor.report.outcome import checks_of, incidents_of, outcome_of
 from ds_trainer.monitor.report.run_files import Points, RunFiles, is_number
-from ds_trainer.monitor.report.time_use import TimeUse, time_use
 from ds_trainer.utils.secrets import without_secrets
 
 FORMAT = 1

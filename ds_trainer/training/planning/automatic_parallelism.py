@@ -26,9 +26,15 @@ from ds_trainer.planner.remedies import cheapest_changes, describe_change
 from ds_trainer.planner.search import Goal, SearchResult, search
 from ds_trainer.training.job_devices import JobDevices
 from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems, takes_every_n_layers
-from ds_trainer.training.planning.candidates import attention_of, every_n_layers, optimizer_name
+from ds_trainer.training.planning.candidates import (
+    SequenceLength,
+    attention_of,
+    every_n_layers,
+    main_input_name,
+    optimizer_name,
+    sequence_length,
+)
 from ds_trainer.training.planning.run_estimator import RunEstimator
-from ds_trainer.training.planning.sequence_length import SequenceLength, main_input_name, sequence_length
 from ds_trainer.training.startup.configuration import TrainerInputs, compile_run, configure
 from ds_trainer.training.startup.constructor_checks import replica_problems
 from ds_trainer.utils.errors import ConfigError

@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_trainer.checkpoint.background.background_save import BackgroundSave, BackgroundTask
-from ds_trainer.checkpoint.background.snapshot import Snapshot, fits_in_memory, frozen_copy_bytes, shard_file_sizes
-from ds_trainer.checkpoint.background.staging_buffer import StagingBuffer
+from ds_trainer.checkpoint.background.snapshot import (
+    Snapshot,
+    StagingBuffer,
+    fits_in_memory,
+    frozen_copy_bytes,
+    shard_file_sizes,
+)
 from ds_trainer.checkpoint.background.store_barrier import StoreBarrier
 from ds_trainer.checkpoint.shards.engine_files import engine_state_files
 from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles

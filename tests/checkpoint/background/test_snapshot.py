@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ds_trainer.checkpoint.background import snapshot as snapshot_module
-from ds_trainer.checkpoint.background import staging_buffer as staging_buffer_module
-from ds_trainer.checkpoint.background.snapshot import Snapshot, fits_in_memory, shard_file_sizes
-from ds_trainer.checkpoint.background.staging_buffer import StagingBuffer
+from ds_trainer.checkpoint.background import snapshot as staging_buffer_module
+from ds_trainer.checkpoint.background.snapshot import Snapshot, StagingBuffer, fits_in_memory, shard_file_sizes
 from ds_trainer.checkpoint.protocol.checkpoint_file import CheckpointFile, InMemoryFile
 from ds_trainer.checkpoint.shards.engine_files import engine_state_files
 from ds_trainer.checkpoint.shards.shard_content import ShardContent

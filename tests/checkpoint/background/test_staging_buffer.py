@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_trainer.checkpoint.background import staging_buffer
+from ds_trainer.checkpoint.background import snapshot as staging_buffer
 from ds_trainer.training.resume import background_saves
 from tests.support.pool import pool
 from tests.training.resume.test_background_saves import trainer_of

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ds_trainer.checkpoint.background.snapshot import Snapshot
-from ds_trainer.checkpoint.background.staging_buffer import StagingBuffer
+from ds_trainer.checkpoint.background.snapshot import Snapshot, StagingBuffer
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
 from ds_trainer.checkpoint.protocol.checkpoint_file import InMemoryFile, WritesSharedFiles
 from ds_trainer.checkpoint.protocol.checkpoint_save import CheckpointSave

@@ -14,11 +14,11 @@ import torch
 from ds_trainer import Trainer
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.data.order import epoch_order
+from ds_trainer.monitor.report.advice import LOST, PROCESS, time_use
 from ds_trainer.monitor.report.charts import log_ticks, nice_ticks
 from ds_trainer.monitor.report.contents import MOST_POINTS, Spike, read_report, thinned, with_samples
 from ds_trainer.monitor.report.facts import changed_arguments, command_line
 from ds_trainer.monitor.report.run_files import RunFiles
-from ds_trainer.monitor.report.time_use import LOST, PROCESS, time_use
 from ds_trainer.monitor.report.writing import write_report
 from ds_trainer.monitor.throughput import BACKWARD, COMMUNICATION, DATA, FORWARD, PhaseClock
 from tests.monitor.report.example_run import STEPS, example_run, write_lines

@@ -21,9 +21,8 @@ from ds_trainer.planner.memory.elements import elements_of
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.recipes.language_model_job import TokenBlocks
 from ds_trainer.training.job_devices import JobDevices, cpu_cluster, gpu_cluster
-from ds_trainer.training.planning.candidates import state_bytes
-from ds_trainer.training.planning.run_estimate import RunEstimate
-from ds_trainer.training.planning.sequence_length import SequenceLength, sequence_length
+from ds_trainer.training.planning.candidates import SequenceLength, sequence_length, state_bytes
+from ds_trainer.training.planning.run_estimator import RunEstimate
 from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 
