@@ -135,7 +135,7 @@ def test_differences_are_taken_within_rounds() -> None:
     assert overhead[THEIRS]["percent"] == pytest.approx(100 * 2.0 / 30.0)
 
 
-# Instead: tests/parity/test_two_ranks.py: both loops do the same work
+# Instead: tests/training/test_layouts.py: both loops do the same work
 @pytest.mark.matrix
 def test_the_script_runs_the_loops_on_two_ranks_and_they_do_the_same_work(tmp_path: Path) -> None:
     out = tmp_path / "results" / "overhead.json"

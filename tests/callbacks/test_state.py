@@ -59,14 +59,6 @@ FULL = TrainerState(
 )
 
 
-def test_the_fields_are_those_of_transformers() -> None:
-    ours = {item.name for item in dataclasses.fields(TrainerState)}
-    assert ours == {item.name for item in dataclasses.fields(TransformersState)}
-    assert dataclasses.asdict(TrainerState()) == dataclasses.asdict(TransformersState())
-    ours = {item.name for item in dataclasses.fields(TrainerControl)}
-    assert ours == {item.name for item in dataclasses.fields(TransformersControl)}
-
-
 def test_two_states_share_no_history() -> None:
     TrainerState().log_history.append({"loss": 1.0})
     assert TrainerState().log_history == []

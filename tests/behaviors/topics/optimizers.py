@@ -183,27 +183,6 @@ def frozen_parameters_do_not_change(api: Api) -> Any:
     return [torch.equal(before, next(trainer.model.parameters()).detach()), _losses(trainer)]
 
 
-def rates_of_every_schedule(api: Api) -> Any:
-    names = {
-        "linear": {},
-        "cosine": {},
-        "cosine_with_restarts": {"num_cycles": 2},
-        "polynomial": {"power": 2.0},
-        "constant": {},
-        "constant_with_warmup": {},
-        "inverse_sqrt": {},
-        "cosine_with_min_lr": {"min_lr": 1e-4},
-        "warmup_stable_decay": {"num_decay_steps": 2, "num_stable_steps": 2},
-    }
-    found = {}
-    for name, keywords in names.items():
-        changes = {"lr_scheduler_type": name, "lr_scheduler_kwargs": keywords, "warmup_steps": 2, "max_steps": 6}
-        trainer = api.plain_trainer(changes)
-        trainer.train()
-        found[name] = _rates(trainer)
-    return found
-
-
 def reduce_on_plateau(api: Api) -> Any:
     changes = {
         "lr_scheduler_type": "reduce_lr_on_plateau",

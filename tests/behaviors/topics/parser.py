@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,40 +47,6 @@ def _values(parsed: Any) -> Any:
     return [vars(item) for item in parsed]
 
 
-def defaults(api: Api) -> Any:
-    return _values(_parse(api))
-
-
-def values_of_every_kind(api: Api) -> Any:
-    texts = ["--model_name_or_path", "x", "--color", "blue", "--kind", "large", "--dropout", "0.25"]
-    return _values(_parse(api, *texts, "--lora_targets", "a", "b"))
-
-
-def flags(api: Api) -> Any:
-    forms: list[list[str]] = [
-        ["--trust_remote_code"],
-        ["--trust_remote_code", "true"],
-        ["--trust_remote_code", "False"],
-        ["--trust_remote_code", "1"],
-        ["--no_use_fast"],
-        ["--use_fast", "no"],
-    ]
-    return [vars(_parse(api, *form)[0]) for form in forms]
-
-
-def dashes_in_names(api: Api) -> Any:
-    return vars(_parse(api, "--model-name-or-path", "x")[0])["model_name_or_path"]
-
-
-def equals_signs(api: Api) -> Any:
-    return vars(_parse(api, "--dropout=0.5")[0])["dropout"]
-
-
-def several_dataclasses(api: Api) -> Any:
-    texts = ["--data_path", "d", "--dropout", "0"]
-    return _values(_parse(api, *texts, kinds=(ModelArguments, DataArguments)))
-
-
 def a_required_argument(api: Api) -> Any:
     def parse() -> Any:
         return _parse(api, kinds=DataArguments)
@@ -115,11 +80,6 @@ def json_on_the_command_line(api: Api) -> Any:
     return [args.lr_scheduler_kwargs, args.report_to]
 
 
-def remaining_strings(api: Api) -> Any:
-    *parsed, rest = _parse(api, "--dropout", "0", "--other", "1", "x", return_remaining_strings=True)
-    return [_values(parsed), rest]
-
-
 def unknown_arguments_are_refused(api: Api) -> Any:
     try:
         return raised(_parse, api, "--other", "1")
@@ -134,33 +94,16 @@ def an_argument_of_another_parser(api: Api) -> Any:
     return [vars(parsed[0])["dropout"], parsed[1].extra]
 
 
-def parse_dict(api: Api) -> Any:
-    return _values(api.HfArgumentParser((ModelArguments,)).parse_dict({"dropout": 0.5, "color": "blue"}))
-
-
 def parse_dict_with_unknown_keys(api: Api) -> Any:
     parser = api.HfArgumentParser((ModelArguments,))
     extra = parser.parse_dict({"dropout": 0.5, "x": 1}, allow_extra_keys=True)
     return [raised(parser.parse_dict, {"x": 1}), vars(extra[0])["dropout"]]
 
 
-def parse_json_file(api: Api) -> Any:
-    path = api.directory / "args.json"
-    path.write_text(json.dumps({"dropout": 0.75, "lora_targets": ["x", "y"]}))
-    return _values(api.HfArgumentParser(ModelArguments).parse_json_file(json_file=str(path)))
-
-
 def parse_yaml_file(api: Api) -> Any:
     path = api.directory / "args.yaml"
     path.write_text("dropout: 0.75\nkind: large\nlora_targets: [x, y]\n")
     return _values(api.HfArgumentParser(ModelArguments).parse_yaml_file(str(path)))
-
-
-def arguments_from_a_file(api: Api) -> Any:
-    path = api.directory / "more.args"
-    path.write_text("--dropout 0.5 --kind large")
-    first = vars(_parse(api, "--dropout", "0.75", args_filename=str(path))[0])
-    return [first["dropout"], first["kind"]]
 
 
 def arguments_of_the_process(api: Api) -> Any:
@@ -172,23 +115,9 @@ def arguments_of_the_process(api: Api) -> Any:
         sys.argv = before
 
 
-def set_defaults(api: Api) -> Any:
-    parser = api.HfArgumentParser(ModelArguments)
-    parser.set_defaults(dropout=0.9)
-    return [parser.get_default("dropout"), vars(parser.parse_args_into_dataclasses([])[0])["dropout"]]
-
-
 def is_an_argparse_parser(api: Api) -> Any:
     parser = api.HfArgumentParser(ModelArguments)
     return [isinstance(parser, argparse.ArgumentParser), parser.parse_args([]).dropout]
-
-
-def actions_can_be_inspected(api: Api) -> Any:
-    parser = api.HfArgumentParser((ModelArguments, DataArguments))
-    names = ("dropout", "color", "kind", "data_path", "use_fast", "lora_targets")
-    actions = {action.dest: action for action in reversed(parser._actions)}
-    shown = {name: actions[name] for name in names}
-    return {name: [a.required, a.default, a.nargs, list(a.choices or [])] for name, a in shown.items()}
 
 
 def help_names_every_argument(api: Api) -> Any:
