@@ -71,8 +71,8 @@ def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> list
     DeepSpeed shards a group of parameters over one group of ranks.
 
     Args:
-        groups: of an optimizer.
-        schedule: of that optimizer, which keeps a value for each group; None if there is none yet.
+        groups: parameter groups of an optimizer.
+        schedule: the schedule of that optimizer, which keeps a value for each group; None if there is none yet.
 
     Returns:
         ``groups``.

@@ -61,8 +61,8 @@ class Change:
 
 def known_digests() -> dict[str, dict[str, list[str]]]:
     """For each function, its digests, and the versions that have each of them."""
-    found: dict[str, dict[str, list[str]]] = json.loads(DIGESTS.read_text(encoding="utf-8"))
-    return found
+    digests: dict[str, dict[str, list[str]]] = json.loads(DIGESTS.read_text(encoding="utf-8"))
+    return digests
 
 
 def functions(rows: Iterable[Row] = ROWS) -> dict[str, tuple[Row, ...]]:

@@ -43,7 +43,7 @@ class DeferredMask(torch.Tensor):
         make: returns the mask.
         documents: the samples of the rows.
         request: which mask it is, apart from the borders of the samples.
-        device: of the mask.
+        device: where the mask is.
 
     Attributes:
         documents, request: see above.
@@ -135,7 +135,7 @@ class DocumentMask(DeferredMask):
 
     Args:
         documents: the samples of the rows.
-        device: of the mask.
+        device: where the mask is.
     """
 
     @staticmethod

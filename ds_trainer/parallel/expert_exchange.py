@@ -93,7 +93,7 @@ class ExpertExchange:
     """Runs the experts of one layer over the ranks of a group, each of which holds ``local_experts`` of them.
 
     Args:
-        name: of the layer, for errors.
+        name: the name of the layer, for errors.
         group: the ranks, in the order of their experts.
         local_experts: how many a rank holds.
         product: computes ``(module, rows [n, hidden], experts [n, 1], weights [n, 1]) -> [n, hidden]`` with the experts

@@ -54,7 +54,7 @@ def kernel_problem(
     Args:
         device: where.
         rows: widths of the tiles of a run: for some, Triton compiles other code.
-        dtype: of the gradients of tiles.
+        dtype: type of the gradients of tiles.
         smoothing: whether the loss has label smoothing.
     """
     try:

@@ -113,7 +113,7 @@ class Products:
     """Products of matrices with a float32 result (float64 for float64 operands).
 
     Args:
-        dtype: of the operands where the device multiplies it with a float32 result; elsewhere it is that of the values
+        dtype: of operands, where the device multiplies it with a float32 result; elsewhere it is that of the values
             that come from the model, and the product is computed in float32.
 
     Attributes:

@@ -280,7 +280,7 @@ def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
     content = root.plain()
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"--device-file {path}: it must be a mapping from names of devices to their numbers.")
-    found = {}
+    devices = {}
     for name, entry in content.items():
         try:
             tflops = {number_format: _positive(value) for number_format, value in entry["tflops"].items()}
@@ -296,8 +296,8 @@ def read_devices(path: Path) -> dict[str, tuple[Device, Board]]:
                 f"--device-file {path}: {name} needs tflops (with {', '.join(FORMATS)}, in TFLOP/s), memory (GB), and "
                 f"bandwidth, link, host and network (GB/s): {problem}."
             ) from error
-        found[str(name).lower()] = (peaks, Board(**numbers))
-    return found
+        devices[str(name).lower()] = (peaks, Board(**numbers))
+    return devices
 
 
 def _positive(value: Any) -> float:

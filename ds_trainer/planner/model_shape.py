@@ -113,12 +113,12 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
 
 
 def _widths(config: Mapping[str, Any], source: str) -> list[tuple[int, str]]:
-    found = []
+    widths = []
     for name in _WIDTH_NAMES:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            found.append((value, f"{source}.{name}={value}"))
+            widths.append((value, f"{source}.{name}={value}"))
     for name, value in config.items():
         if name.endswith("_config") and isinstance(value, Mapping):
-            found += _widths(value, f"{source}.{name}")
-    return found
+            widths += _widths(value, f"{source}.{name}")
+    return widths

@@ -116,33 +116,33 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     weights, gradients = (seconds / reached["links"] for seconds in _zero(model, run, cluster))
     transfers = _offload_transfers(model, run, cluster) / reached["links"]
     busy = sum(compute.values())
-    found = {name: seconds * run.accumulation for name, seconds in compute.items()}
-    found["tensor and sequence parallelism"] = inside * run.accumulation
-    found["exchange of tokens"] = exchange_seconds(model, run, cluster) / reached["links"] * run.accumulation
+    parts = {name: seconds * run.accumulation for name, seconds in compute.items()}
+    parts["tensor and sequence parallelism"] = inside * run.accumulation
+    parts["exchange of tokens"] = exchange_seconds(model, run, cluster) / reached["links"] * run.accumulation
     if run.stage == 3:  # what overlaps cannot hide more than the computation lasts
-        found["ZeRO communication"] = _exposed(weights + gradients, busy, reached["overlap"]) * run.accumulation
+        parts["ZeRO communication"] = _exposed(weights + gradients, busy, reached["overlap"]) * run.accumulation
     else:  # beside the backward pass, the larger part of a micro-batch, but for stage 0 and offload
         hides = run.stage > 0 and not run.offload_optimizer
         exposed = _exposed(gradients, busy * 2 / 3, reached["overlap"]) if hides else gradients
-        found["ZeRO communication"] = exposed * (run.accumulation if run.stage == 2 else 1)
+        parts["ZeRO communication"] = exposed * (run.accumulation if run.stage == 2 else 1)
     if run.stage in (1, 2):
-        found["ZeRO communication"] += weights  # the updated weights, after the step
-    found["offload transfers"] = _exposed(transfers, busy, reached["overlap"] / 2)
+        parts["ZeRO communication"] += weights  # the updated weights, after the step
+    parts["offload transfers"] = _exposed(transfers, busy, reached["overlap"] / 2)
     if run.checkpointing and run.offload_activations:  # down in the forward, up in the backward pass
         layers = run.checkpointed_layers(model.stack.layers) * run.tokens * run.weight_bytes * model.stack.hidden_size
         activations = 2 * layers / (cluster.board.host * 1e9 * reached["links"])
-        found["offloaded activations"] = _exposed(activations, busy, reached["overlap"]) * run.accumulation
+        parts["offloaded activations"] = _exposed(activations, busy, reached["overlap"]) * run.accumulation
     if run.uses_nvme:
         shards, states = (seconds / reached["links"] for seconds in _nvme_transfers(model, run, cluster))
-        found["weights from NVMe"] = _exposed(shards, busy * run.accumulation, reached["overlap"] / 2)
-        found["optimizer states on NVMe"] = states
+        parts["weights from NVMe"] = _exposed(shards, busy * run.accumulation, reached["overlap"] / 2)
+        parts["optimizer states on NVMe"] = states
     elements = model.trainable / run.tp / (run.shards if run.stage else 1)
     if run.offload_optimizer:
-        found["optimizer on the host"] = elements * cluster.devices_per_node / HOST_ADAM
+        parts["optimizer on the host"] = elements * cluster.devices_per_node / HOST_ADAM
     else:
-        found["optimizer"] = elements * 30 / (cluster.board.bandwidth * 1e9 * reached["memory"])
-    found["host work between steps"] = _HOST_SECONDS[level]
-    return found
+        parts["optimizer"] = elements * 30 / (cluster.board.bandwidth * 1e9 * reached["memory"])
+    parts["host work between steps"] = _HOST_SECONDS[level]
+    return parts
 
 
 def _repeated(model: PlannedModel, run: Candidate) -> float:

@@ -203,7 +203,7 @@ class Teacher:
         Args:
             config: the compiled configuration.
             layout: the parallel layout.
-            device: of this rank.
+            device: the device of this rank.
             dtype: to which floating-point weights are converted below ZeRO-3; None keeps theirs.
         """
         if self._module is not None:

@@ -122,17 +122,17 @@ def startup_remedies(config: CompiledConfig, layout: ParallelLayout) -> list[Rem
 
 def evaluation_remedies(args: TrainingArguments, keeps_predictions: bool) -> list[Remedy]:
     """What lowers the memory of an evaluation; ``keeps_predictions`` if it keeps more than the loss."""
-    found = []
+    remedies = []
     size = args.per_device_eval_batch_size
     if size > 1:
-        found.append(Remedy("a smaller batch", {"per_device_eval_batch_size": size // 2}))
+        remedies.append(Remedy("a smaller batch", {"per_device_eval_batch_size": size // 2}))
     if keeps_predictions:
         if args.eval_accumulation_steps != 1:
             steps = args.eval_accumulation_steps
             fewer = 8 if steps is None or steps > 8 else max(1, steps // 2)
-            found.append(Remedy("predictions moved to the host more often", {"eval_accumulation_steps": fewer}))
-        found.append(Remedy("no predictions, only the loss", {"prediction_loss_only": True}))
-    return found
+            remedies.append(Remedy("predictions moved to the host more often", {"eval_accumulation_steps": fewer}))
+        remedies.append(Remedy("no predictions, only the loss", {"prediction_loss_only": True}))
+    return remedies
 
 
 def _smaller_micro_batch(args: TrainingArguments, layout: ParallelLayout) -> list[Remedy]:
@@ -149,18 +149,18 @@ def _smaller_micro_batch(args: TrainingArguments, layout: ParallelLayout) -> lis
 
 
 def _states(config: CompiledConfig, layout: ParallelLayout) -> list[Remedy]:
-    found, stage = [], config.zero_stage
+    remedies, stage = [], config.zero_stage
     if layout.seq_data_parallel_size > 1:
         what = {2: "gradients sharded over the ranks", 3: "gradients and weights sharded over the ranks"}
         for higher in range(max(2, stage + 1), 4):
-            found.append(Remedy(f"ZeRO-{higher}: {what[higher]}", {"zero_stage": higher}, "zero_optimization.stage"))
+            remedies.append(Remedy(f"ZeRO-{higher}: {what[higher]}", {"zero_stage": higher}, "zero_optimization.stage"))
     if config.offload("optimizer") is None:
         key = "zero_optimization.offload_optimizer.device"
         settings: dict[str, Any] = {"offload_optimizer": "cpu"}
         if stage == 0:
             settings["zero_stage"], key = 1, ""
-        found.append(Remedy("optimizer states in the memory of the host (slower)", settings, key))
+        remedies.append(Remedy("optimizer states in the memory of the host (slower)", settings, key))
     if stage == 3 and config.offload("param") is None:
         key = "zero_optimization.offload_param.device"
-        found.append(Remedy("weights in the memory of the host (slower)", {"offload_param": "cpu"}, key))
-    return found
+        remedies.append(Remedy("weights in the memory of the host (slower)", {"offload_param": "cpu"}, key))
+    return remedies

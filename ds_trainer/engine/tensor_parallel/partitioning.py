@@ -246,13 +246,13 @@ _STRIDE = 0x1E3779B97F4A7C15  # odd: distant seeds for neighboring ranks
 
 def dropout_names(model: nn.Module) -> list[str]:
     """Names of dropouts in ``model``: ``nn.Dropout`` modules and attributes named like it, with a rate above 0."""
-    found = []
+    names = []
     for name, module in model.named_modules():
         rates = [(key, value) for key, value in vars(module).items() if "drop" in key]
         if isinstance(module, nn.modules.dropout._DropoutNd):
             rates.append(("p", module.p))
-        found += [f"{name}.{key}" for key, rate in rates if isinstance(rate, float) and rate > 0.0]
-    return found
+        names += [f"{name}.{key}" for key, rate in rates if isinstance(rate, float) and rate > 0.0]
+    return names
 
 
 class SlicedRegion:

@@ -136,35 +136,35 @@ def operator_findings(device_type: str) -> list[Finding]:
     never = [one.name for one in known if not one.compilable and not one.installed]
     parts = {"installed": ready, "compiled at first use": later, "not possible here": never}
     message = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts.items() if names)
-    found = [Finding(Level.OK, "operators of DeepSpeed", message)]
+    findings = [Finding(Level.OK, "operators of DeepSpeed", message)]
     for tool, remedy in missing_tools(device_type).items():
         level = Level.OK if tool in _OPTIONAL else Level.WARN
-        found.append(Finding(level, "compiling operators", f"{tool} is missing", remedy))
+        findings.append(Finding(level, "compiling operators", f"{tool} is missing", remedy))
     unreadable = unreadable_architectures() if device_type == "cuda" else []
     if unreadable:
         message = f"TORCH_CUDA_ARCH_LIST has {' '.join(unreadable)}, which DeepSpeed cannot read: no operator compiles"
-        found.append(Finding(Level.WARN, "compiling operators", message, "Write numbers only (9.0), or unset it."))
-    return found
+        findings.append(Finding(Level.WARN, "compiling operators", message, "Write numbers only (9.0), or unset it."))
+    return findings
 
 
 def kernel_findings(device: torch.device, environment: Mapping[str, str]) -> list[Finding]:
     """Whether Triton compiles here, and whether its cache and inductor's are on a disk of this machine."""
-    found = []
+    findings = []
     for name, path in compiler_caches(environment).items():
         if on_network(path):
             message = f"{path} is on a network file system, where machines that compile at once fail"
             remedy = f"Set {name} to a directory on a disk of each machine."
-            found.append(Finding(Level.WARN, f"cache {name}", message, remedy))
+            findings.append(Finding(Level.WARN, f"cache {name}", message, remedy))
         else:
-            found.append(Finding(Level.OK, f"cache {name}", f"{path}, on this machine"))
+            findings.append(Finding(Level.OK, f"cache {name}", f"{path}, on this machine"))
     if suits(device):
         problem = kernel_problem(device)
         if problem is None:
-            found.append(Finding(Level.OK, "Triton's kernels", "compiled, and equal to torch's operators"))
+            findings.append(Finding(Level.OK, "Triton's kernels", "compiled, and equal to torch's operators"))
         else:
             remedy = "Without them the loss is slower. Triton needs a C compiler (gcc) and Python's headers."
-            found.append(Finding(Level.WARN, "Triton's kernels", problem, remedy))
-    return found
+            findings.append(Finding(Level.WARN, "Triton's kernels", problem, remedy))
+    return findings
 
 
 # Clock skew between the machines, measured by messages through the store of the process group.

@@ -59,13 +59,13 @@ def extensions_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 def find_locks(directory: Path) -> list[JitLock]:
     """All locks below the extensions directory, with or without a subdirectory per version."""
-    found = []
+    jit_locks = []
     for path in sorted([*directory.glob("*/lock"), *directory.glob("*/*/lock")]):
         try:
-            found.append(_inspect(path))
+            jit_locks.append(_inspect(path))
         except FileNotFoundError:
             continue  # released in the meantime
-    return found
+    return jit_locks
 
 
 def _inspect(path: Path) -> JitLock:
@@ -134,11 +134,11 @@ def _open_files(pid: int) -> Iterator[os.stat_result]:
 
 def mapped_files(directory: Path) -> set[str]:
     """Paths below ``directory`` that processes have mapped into their memory."""
-    found: set[str] = set()
+    files: set[str] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's process, or one that has ended
-            found.update(mapping.path for mapping in process.memory_maps() if mapping.path.startswith(f"{directory}/"))
-    return found
+            files.update(mapping.path for mapping in process.memory_maps() if mapping.path.startswith(f"{directory}/"))
+    return files
 
 
 def sees_whole_machine() -> bool:

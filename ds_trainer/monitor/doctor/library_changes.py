@@ -105,8 +105,8 @@ def outside_bounds() -> list[str]:
 
 def tested_sets() -> list[dict[str, Any]]:
     """The environments of ``tools/versions.sh``: name, versions, and how many tests passed and which failed."""
-    found: list[dict[str, Any]] = json.loads(TESTED.read_text(encoding="utf-8"))["sets"]
-    return found
+    sets: list[dict[str, Any]] = json.loads(TESTED.read_text(encoding="utf-8"))["sets"]
+    return sets
 
 
 def versions_finding(installed: dict[str, str], sets: Sequence[dict[str, Any]]) -> Finding:

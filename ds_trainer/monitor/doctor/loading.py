@@ -127,7 +127,7 @@ def loading_findings(directory: Path, sample_bytes: int = SAMPLE_BYTES) -> list[
 def _times(rate: Rate, counts: Sequence[int]) -> list[Finding]:
     """Load times. Each rank reads its own part, so that together they read every byte once."""
     alone = rate.file_bytes / rate.bytes_per_second
-    found = []
+    findings = []
     for count in counts:
         nodes = -(-count // _RANKS_A_NODE)
         message = f"{human_duration(alone)} (the ranks read every byte once and share this speed)"
@@ -137,5 +137,5 @@ def _times(rate: Rate, counts: Sequence[int]) -> list[Finding]:
                 f"{each} if each of {counted(nodes, 'node')} reads at this speed, {human_duration(alone)} if they "
                 "share it"
             )
-        found.append(Finding(Level.OK, f"load on {count} rank{'s' if count > 1 else ''}", message))
-    return found
+        findings.append(Finding(Level.OK, f"load on {count} rank{'s' if count > 1 else ''}", message))
+    return findings

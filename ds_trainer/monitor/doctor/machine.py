@@ -42,12 +42,12 @@ def disk_findings(directories: Mapping[str, str | os.PathLike[str]], needed: Map
         directories: path by purpose (``output_dir``, ...).
         needed: bytes that will be written there, by the same names; default: half a GB.
     """
-    found = []
+    findings = []
     for name, path in directories.items():
         where, name = existing(path), f"disk of {name}"
         if not os.access(where, os.W_OK):
             remedy = "Choose another directory, or make it writable."
-            found.append(Finding(Level.FAIL, name, f"{where} is not writable", remedy))
+            findings.append(Finding(Level.FAIL, name, f"{where} is not writable", remedy))
             continue
         state = os.statvfs(where)
         free, wanted = state.f_bavail * state.f_frsize, needed.get(name.removeprefix("disk of "), GB // 2)
@@ -55,13 +55,13 @@ def disk_findings(directories: Mapping[str, str | os.PathLike[str]], needed: Map
         if free < wanted:
             level = Level.FAIL if free < 2**20 else Level.WARN
             remedy = f"At least {human_bytes(wanted)} are needed: remove old files, or choose another disk."
-            found.append(Finding(level, name, message, remedy))
+            findings.append(Finding(level, name, message, remedy))
         elif state.f_files > 0 and state.f_favail < FEW_INODES:
             remedy = "Each new file needs an inode, however much space is free: remove many small files."
-            found.append(Finding(Level.WARN, name, f"{message}, but only {state.f_favail} inodes", remedy))
+            findings.append(Finding(Level.WARN, name, f"{message}, but only {state.f_favail} inodes", remedy))
         else:
-            found.append(Finding(Level.OK, name, message))
-    return found
+            findings.append(Finding(Level.OK, name, message))
+    return findings
 
 
 def shared_memory_findings(directory: Path = SHARED_MEMORY) -> list[Finding]:
@@ -73,16 +73,16 @@ def shared_memory_findings(directory: Path = SHARED_MEMORY) -> list[Finding]:
     message = f"{human_bytes(free)} of {human_bytes(total)} free"
     if free < LITTLE_SHARED_MEMORY:
         remedy = "docker run --shm-size=16g (or --ipc=host); else `mount -o remount,size=16G /dev/shm`, or empty it."
-        found = [Finding(Level.WARN, str(directory), f"{message}: NCCL and data loading may fail", remedy)]
+        findings = [Finding(Level.WARN, str(directory), f"{message}: NCCL and data loading may fail", remedy)]
     else:
-        found = [Finding(Level.OK, str(directory), message)]
+        findings = [Finding(Level.OK, str(directory), message)]
     left = left_buffers(directory)
     if left:
         total = sum(path.stat().st_size for path in left)
         remedy = f"rm {directory}/{_BUFFERS} (when no training runs on this machine)."
         message = f"{len(left)} buffers of DeepSpeed runs that have ended, {human_bytes(total)}"
-        found.append(Finding(Level.WARN, "stale buffers", message, remedy))
-    return found
+        findings.append(Finding(Level.WARN, "stale buffers", message, remedy))
+    return findings
 
 
 def left_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:

@@ -38,22 +38,22 @@ def addresses_of(name: str) -> list[str]:
 
 def name_findings(info: RankInfo, several_hosts: bool) -> list[Finding]:
     """Whether this machine can resolve its own host name and the main process's address."""
-    host, found = socket.gethostname(), []
+    host, findings = socket.gethostname(), []
     addresses = addresses_of(host)
     if not addresses:
         remedy = f"Add {host} to /etc/hosts or to DNS, or name an interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
-        found.append(Finding(Level.WARN, "host name", f"{host} has no address", remedy))
+        findings.append(Finding(Level.WARN, "host name", f"{host} has no address", remedy))
     elif several_hosts and all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses):
         remedy = "gloo would announce it to other machines: fix /etc/hosts, or set GLOO_SOCKET_IFNAME."
         message = f"{host} resolves to {', '.join(addresses)}, which only this machine can reach"
-        found.append(Finding(Level.WARN, "host name", message, remedy))
+        findings.append(Finding(Level.WARN, "host name", message, remedy))
     else:
-        found.append(Finding(Level.OK, "host name", f"{host} resolves to {', '.join(addresses)}"))
+        findings.append(Finding(Level.OK, "host name", f"{host} resolves to {', '.join(addresses)}"))
     if not addresses_of(info.master_address):
         remedy = "Set MASTER_ADDR to a name or address of the first machine that all other machines can resolve."
         message = f"MASTER_ADDR={info.master_address} cannot be resolved here"
-        found.append(Finding(Level.FAIL, "main process", message, remedy))
-    return found
+        findings.append(Finding(Level.FAIL, "main process", message, remedy))
+    return findings
 
 
 def reach_finding(info: RankInfo) -> Finding:
@@ -79,14 +79,14 @@ def interface_findings(environment: Mapping[str, str], directory: Path = _INTERF
         state = entry / "operstate"
         states[entry.name] = state.read_text(encoding="utf-8").strip() if state.is_file() else "unknown"
     shown = ", ".join(f"{name} {'up' if state in ('up', 'unknown') else state}" for name, state in states.items())
-    found = [Finding(Level.OK, "interfaces", shown + (", InfiniBand" if has_infiniband() else ""))]
+    findings = [Finding(Level.OK, "interfaces", shown + (", InfiniBand" if has_infiniband() else ""))]
     for variable in _NAMED_BY:
         missing = _missing(environment.get(variable, ""), list(states))
         if missing:
             remedy = f"Unset {variable}, or name one of {', '.join(states)}."
             message = f"{variable}={environment[variable]}: there is no {', '.join(missing)}"
-            found.append(Finding(Level.FAIL, "interfaces", message, remedy))
-    return found
+            findings.append(Finding(Level.FAIL, "interfaces", message, remedy))
+    return findings
 
 
 def _missing(value: str, interfaces: list[str]) -> list[str]:

@@ -148,10 +148,10 @@ def argument_differences(
 def version_findings(reports: Sequence[tuple[RankHost, Facts]], required: Iterable[str]) -> list[Finding]:
     """One finding per version: the common value, or the ranks of each value. Those in ``required`` must be equal."""
     different = {difference.name: difference for difference in differences(reports)}
-    must, found = set(required), []
+    must, findings = set(required), []
     for name in dict.fromkeys(name for _, facts in reports for name in facts):
         if name not in different:
-            found.append(Finding(Level.OK, name, reports[0][1][name]))
+            findings.append(Finding(Level.OK, name, reports[0][1][name]))
             continue
         level = Level.FAIL if name in must else Level.WARN
         remedy = (
@@ -159,8 +159,8 @@ def version_findings(reports: Sequence[tuple[RankHost, Facts]], required: Iterab
             if level == Level.FAIL
             else "Ranks wait for the slowest; kernels on different machines may round differently."
         )
-        found.append(Finding(level, name, str(different[name]), remedy))
-    return found
+        findings.append(Finding(level, name, str(different[name]), remedy))
+    return findings
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -86,7 +86,7 @@ def collective_counts() -> dict[str, int]:
     Unused groups are left out. All ranks of a group number its collectives equally, so the rank with the smaller number
     is behind.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     if dist.is_available() and dist.is_initialized():
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         for group in groups:
@@ -95,8 +95,8 @@ def collective_counts() -> dict[str, int]:
             except (RuntimeError, ValueError):  # its backend does not count, or it is being destroyed
                 continue
             if number > 0:
-                found[group.group_desc if group.group_desc != "undefined" else group.group_name] = number
-    return found
+                counts[group.group_desc if group.group_desc != "undefined" else group.group_name] = number
+    return counts
 
 
 def flight_record(most: int = 20) -> list[str]:

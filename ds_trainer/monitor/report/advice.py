@@ -38,8 +38,13 @@ def advice_of(
         speed, memory: these sections of the report.
         spikes: number of spikes of the loss.
     """
-    found = [*_failure(files, outcome), *_quality(files, spikes), *_speed(use, speed, memory), *_time(use, outcome)]
-    return found
+    all_advice = [
+        *_failure(files, outcome),
+        *_quality(files, spikes),
+        *_speed(use, speed, memory),
+        *_time(use, outcome),
+    ]
+    return all_advice
 
 
 def _failure(files: RunFiles, outcome: str) -> list[Advice]:
@@ -59,46 +64,50 @@ def _failure(files: RunFiles, outcome: str) -> list[Advice]:
 
 
 def _quality(files: RunFiles, spikes: int) -> list[Advice]:
-    found: list[Advice] = []
+    all_advice: list[Advice] = []
     if spikes >= _SPIKES:
         why = f"The loss had {spikes} spikes; the table below the curves has their samples where these are known."
-        found.append(Advice("Lower max_grad_norm or learning_rate, or set loss_spike_factor to skip such steps.", why))
+        all_advice.append(
+            Advice("Lower max_grad_norm or learning_rate, or set loss_spike_factor to skip such steps.", why)
+        )
     for name, points in files.evaluation_losses().items():
         step, best = min(points, key=lambda point: point[1])
         last = points[-1][1]
         if len(points) > 2 and last > best * (1 + _OVERFIT):
             why = f"{name} rose from {best:.4g} at step {step:g} to {last:.4g}: the model begins to memorize."
-            found.append(Advice("Train for fewer steps, or set load_best_model_at_end=True.", why))
+            all_advice.append(Advice("Train for fewer steps, or set load_best_model_at_end=True.", why))
     if not files.evaluation_losses() and files.curve(files.loss_name):
-        found.append(Advice("Hold out some data and set eval_strategy.", "Nothing was evaluated."))
-    return found
+        all_advice.append(Advice("Hold out some data and set eval_strategy.", "Nothing was evaluated."))
+    return all_advice
 
 
 def _speed(use: TimeUse, speed: Mapping[str, Any], memory: Mapping[str, Any]) -> list[Advice]:
-    found: list[Advice] = []
+    all_advice: list[Advice] = []
     wait = speed.get("data_wait")
     if wait is not None and wait > _DATA_WAIT:
         how = "Raise dataloader_num_workers, or tokenize before training (ds-trainer data prepare)."
-        found.append(Advice(how, f"{wait:.0%} of the time of steps is waiting for data."))
+        all_advice.append(Advice(how, f"{wait:.0%} of the time of steps is waiting for data."))
     limit, peak = memory.get("limit_bytes"), memory.get("peak_bytes")
     if memory.get("on_gpu") and limit and peak and peak < _FREE_MEMORY * limit:
         how = "Raise per_device_train_batch_size, and lower gradient_accumulation_steps by the same factor."
-        found.append(Advice(how, f"The peak of {human_bytes(peak)} is far below the {human_bytes(limit)} of a device."))
+        all_advice.append(
+            Advice(how, f"The peak of {human_bytes(peak)} is far below the {human_bytes(limit)} of a device.")
+        )
     mfu = speed.get("mfu")
     if mfu is not None and mfu < _LOW_MFU:
         how = "Profile a few steps (profile_steps=5): larger micro-batches, longer or packed rows, torch_compile."
-        found.append(Advice(how, f"MFU is {mfu:.0%}, which is low."))
+        all_advice.append(Advice(how, f"MFU is {mfu:.0%}, which is low."))
     communication = use.share(throughput.COMMUNICATION)
     if communication > _LARGE_SHARE:
         how = "Raise gradient_accumulation_steps or the micro-batch, or lower the ZeRO stage if memory allows."
-        found.append(Advice(how, f"{communication:.0%} of the time is waiting for other ranks."))
-    return found
+        all_advice.append(Advice(how, f"{communication:.0%} of the time is waiting for other ranks."))
+    return all_advice
 
 
 def _time(use: TimeUse, outcome: str) -> list[Advice]:
-    found: list[Advice] = []
+    all_advice: list[Advice] = []
     if use.total <= 0:
-        return found
+        return all_advice
     rules = (
         ("evaluation", "Evaluate less often (eval_steps) or on fewer samples.", "evaluation"),
         ("saving", "Save less often (save_steps), or in the background (save_async=True).", "saving"),
@@ -108,12 +117,12 @@ def _time(use: TimeUse, outcome: str) -> list[Advice]:
     for part, how, what in rules:
         share, seconds = use.share(part), use.parts.get(part, 0.0)
         if share > _LARGE_SHARE / (2 if part == "lost to restarts" else 1):
-            found.append(Advice(how, f"{share:.0%} of the run ({human_duration(seconds)}) was {what}."))
+            all_advice.append(Advice(how, f"{share:.0%} of the run ({human_duration(seconds)}) was {what}."))
     start = use.share(PROCESS, ENGINE)
     if outcome == "finished" and start > 0.5 and use.total > 600:
         how = "Prepare the data before the run, and check with ds-trainer doctor what the start waits for."
-        found.append(Advice(how, f"{start:.0%} of the run was its start."))
-    return found
+        all_advice.append(Advice(how, f"{start:.0%} of the run was its start."))
+    return all_advice
 
 
 # Where the seconds of a run went, over all its processes.
@@ -184,13 +193,13 @@ def _parts(session: Session) -> dict[str, float]:
     """Seconds by part of one process; what its clock has not seen is the start of the engine."""
     wall = session.wall_seconds
     process = min(wall, max(0.0, float(session.start.get("train_called") or session.began) - session.began))
-    found: dict[str, float] = {PROCESS: process}
+    parts: dict[str, float] = {PROCESS: process}
     for name, seconds in session.seconds.items():
         name = _NAMES.get(name, name)
-        found[name] = found.get(name, 0.0) + seconds
+        parts[name] = parts.get(name, 0.0) + seconds
     rest = wall - process - sum(session.seconds.values())
-    found[ENGINE] = found.get(ENGINE, 0.0) + max(0.0, rest)
-    return found
+    parts[ENGINE] = parts.get(ENGINE, 0.0) + max(0.0, rest)
+    return parts
 
 
 def _lost_seconds(session: Session, following: Session) -> float:

@@ -273,9 +273,9 @@ def nice_ticks(low: float, high: float, most: int) -> list[float]:
 def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten between ``low`` and ``high``; 1, 2 and 5 times them if there are fewer than three."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [10.0**power for power in powers if low <= 10.0**power <= high]
-    if len(found) >= 3:
-        return found
+    ticks = [10.0**power for power in powers if low <= 10.0**power <= high]
+    if len(ticks) >= 3:
+        return ticks
     return [factor * 10.0**power for power in powers for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
 
 

@@ -40,14 +40,14 @@ def comparison_of(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
 def _differing_arguments(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Arguments with different values; one that a run did not change has its default."""
     rows = [{one["name"]: one for one in report["arguments"]} for report in (first, second)]
-    found = []
+    arguments = []
     for name in sorted(rows[0].keys() | rows[1].keys()):
         other = rows[0].get(name) or rows[1][name]
         values = [row[name]["value"] if name in row else other["default"] for row in rows]
         origins = [row[name]["origin"] if name in row else "default" for row in rows]
         if values[0] != values[1]:
-            found.append({"name": name, "values": values, "origins": origins})
-    return found
+            arguments.append({"name": name, "values": values, "origins": origins})
+    return arguments
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:

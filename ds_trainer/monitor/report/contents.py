@@ -317,7 +317,7 @@ def spikes_of(files: RunFiles) -> list[dict[str, Any]]:
 def find_spikes(name: str, points: Points, ratio: float) -> list[Spike]:
     """The values that are more than ``ratio`` times, and many deviations above, the median of those before."""
     recent: deque[float] = deque(maxlen=_WINDOW)
-    found: list[Spike] = []
+    spikes: list[Spike] = []
     before = 0
     for step, value in points:
         if len(recent) >= _FEWEST:
@@ -325,10 +325,10 @@ def find_spikes(name: str, points: Points, ratio: float) -> list[Spike]:
             deviation = statistics.median(abs(one - usual) for one in recent)
             if value > max(usual + _DEVIATIONS * deviation, ratio * usual) and value > 0:
                 first = before + 1 if name != "grad_norm" else int(step)
-                found.append(Spike(name, min(first, int(step)), int(step), value, usual))
+                spikes.append(Spike(name, min(first, int(step)), int(step), value, usual))
         recent.append(value)
         before = int(step)
-    return found
+    return spikes
 
 
 def with_samples(spike: Spike, files: RunFiles) -> Spike:

@@ -37,7 +37,7 @@ def command_line(argv: Sequence[str] | None = None) -> str:
 
 def changed_arguments(args: Any) -> list[dict[str, Any]]:
     """The fields of ``args`` that differ from their defaults: name, value, default, and where the value is from."""
-    found = []
+    arguments = []
     defaults = type(args).__dataclass_fields__
     values = args.to_dict()
     for field in fields(args):
@@ -47,12 +47,14 @@ def changed_arguments(args: Any) -> list[dict[str, Any]]:
         given, default = args.given(name), _default(defaults[name])
         if is_secret(name):
             if given and getattr(args, name) is not None:
-                found.append({"name": name, "value": masked(name), "default": None, "origin": args.where(name)})
+                arguments.append({"name": name, "value": masked(name), "default": None, "origin": args.where(name)})
             continue
         if given and values[name] != default:
             value = without_secrets(values[name])
-            found.append({"name": name, "value": _short(value), "default": _short(default), "origin": args.where(name)})
-    return found
+            arguments.append(
+                {"name": name, "value": _short(value), "default": _short(default), "origin": args.where(name)}
+            )
+    return arguments
 
 
 def _default(field: Any) -> Any:

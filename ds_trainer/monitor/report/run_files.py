@@ -123,21 +123,21 @@ class RunFiles:
 
     def source_losses(self) -> dict[str, dict[str, Points]]:
         """The losses of the sources of a mixture, by the name of the loss (``loss``, ``eval_loss``) and the source."""
-        found: dict[str, dict[str, Points]] = {}
+        losses: dict[str, dict[str, Points]] = {}
         for key in dict.fromkeys(key for record in self.records for key in record):
             name = _SOURCE_LOSS.fullmatch(key)
             if name is not None and (points := self.curve(key)):
-                found.setdefault(name[1], {})[name[2]] = points
-        return found
+                losses.setdefault(name[1], {})[name[2]] = points
+        return losses
 
     def expert_loads(self) -> dict[str, dict[str, float]]:
         """The last logged loads of divided experts, by layer and quantity."""
-        found: dict[str, dict[str, float]] = {}
+        loads: dict[str, dict[str, float]] = {}
         for key in dict.fromkeys(key for record in self.records for key in record):
             name = _OF_EXPERTS.fullmatch(key)
             if name is not None and (value := self.last(key)) is not None:
-                found.setdefault(name[1], {})[name[2]] = value
-        return found
+                loads.setdefault(name[1], {})[name[2]] = value
+        return loads
 
     def quantities(self) -> list[str]:
         """Names of everything that is logged during the training except losses of sources, by their first records."""

@@ -263,16 +263,16 @@ def _names(sizes: Mapping[str, int], in_heads: bool = False) -> dict[int, dict[s
     }
     heads = ({"queries": 1.0}, {"keys": 1.0}, fused["qkv"]) if in_heads else ()
     outside = () if in_heads else (fused["3 hidden"],)
-    found: dict[int, dict[str, float]] = {}
+    names: dict[int, dict[str, float]] = {}
     for parts in (*heads, *outside, *single.values(), *fused.values()):
-        found.setdefault(int(sum(sizes[name] * factor for name, factor in parts.items())), parts)
-    found.setdefault(sizes["heads"] * sizes["length"], {"heads*length": 1})
-    found.setdefault(sizes["heads"] * SOURCE, {"heads*length*source": 1})
+        names.setdefault(int(sum(sizes[name] * factor for name, factor in parts.items())), parts)
+    names.setdefault(sizes["heads"] * sizes["length"], {"heads*length": 1})
+    names.setdefault(sizes["heads"] * SOURCE, {"heads*length*source": 1})
     for name, eighths in itertools.product(("queries", "keys"), (1, 2, 3, 4, 6)):  # parts of heads that are rotated
         if sizes[name] * eighths % 8 == 0:
-            found.setdefault(sizes[name] * eighths // 8, {name: eighths / 8})
+            names.setdefault(sizes[name] * eighths // 8, {name: eighths / 8})
     if "active" in sizes:
         for name in ("hidden", "inner", "one"):
-            found[sizes["active"] * sizes[name]] = {f"active*{name}": 1}
-        found[2 * sizes["active"] * sizes["inner"]] = {"active*inner": 2}
-    return found
+            names[sizes["active"] * sizes[name]] = {f"active*{name}": 1}
+        names[2 * sizes["active"] * sizes["inner"]] = {"active*inner": 2}
+    return names

@@ -262,13 +262,13 @@ def nvme_states(elements: Elements, run: Candidate) -> dict[str, float]:
         run: stage, offload, precision and ranks.
     """
     trained = elements.trainable / run.shards
-    found: dict[str, float] = {}
+    states: dict[str, float] = {}
     if run.optimizer_on_nvme:
-        found["master weights"] = found["gradients"] = 4 * trained
-        found["optimizer states"] = run.state_bytes * trained
+        states["master weights"] = states["gradients"] = 4 * trained
+        states["optimizer states"] = run.state_bytes * trained
     if run.param_on_nvme:
-        found["weights"] = run.weight_bytes * elements.total / run.shards
-    return found
+        states["weights"] = run.weight_bytes * elements.total / run.shards
+    return states
 
 
 def largest_sub_group(elements: Elements, run: Candidate) -> float:

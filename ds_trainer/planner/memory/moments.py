@@ -139,7 +139,7 @@ def activation_items(batch: MicroBatch, after_reduction: float) -> tuple[Items, 
 
     Args:
         batch: activations of a micro-batch.
-        after_reduction: that of :class:`SharedItems`.
+        after_reduction: the field of :class:`SharedItems`.
     """
     output = batch.kept + batch.output
     layer = {"recomputed layer": batch.recomputed, "a layer": batch.backward}

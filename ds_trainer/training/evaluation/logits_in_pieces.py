@@ -53,7 +53,7 @@ class LogitPieces:
 
         Args:
             logits: the prediction of the model; something can be done if it is :class:`DeferredLogits` ``[B, S, V]``.
-            labels: those of the whole batch, ``[B, tokens]``, or None.
+            labels: labels of the whole batch, ``[B, tokens]``, or None.
             sharding: the sharding of the batch; the result is that of this rank's shard.
         """
         if self._is_token_wise is False or not isinstance(logits, DeferredLogits) or logits.known is not None:

@@ -256,12 +256,12 @@ def _from_location(path: Path, name: str) -> GenerationConfig:
 def _problems(config: GenerationConfig) -> list[str]:
     """Problems that transformers' own check does not find and on which ``generate`` fails."""
     positive = ("max_length", "max_new_tokens", "num_beams", "num_return_sequences")
-    found = []
+    problems = []
     for name in positive:
         value = getattr(config, name, None)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            found.append(f"{name}={value!r} must be a positive integer.")
-    return found
+            problems.append(f"{name}={value!r} must be a positive integer.")
+    return problems
 
 
 def _first_line(error: Exception) -> str:

@@ -182,10 +182,10 @@ def _is_lora(peft: Any) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:  # an optional package
             continue
-    return found
+    return versions

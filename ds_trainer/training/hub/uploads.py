@@ -193,17 +193,17 @@ def stage_checkpoint(checkpoint: Path, target: Path) -> Path:
 
 
 def _files(folder: Path, leave_out_checkpoints: bool = False) -> list[Path]:
-    found = []
+    paths = []
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", "_")):
             continue
         if leave_out_checkpoints and (_CHECKPOINT.match(path.name) or path.name in _LEFT_OUT):
             continue
         if path.is_file():
-            found.append(path)
+            paths.append(path)
         elif path.is_dir() and not path.is_symlink():  # trackers link to their newest run
-            found.extend(_files(path, leave_out_checkpoints))
-    return found
+            paths.extend(_files(path, leave_out_checkpoints))
+    return paths
 
 
 def _stage(source: Path, target: Path, link: bool) -> None:

@@ -101,7 +101,7 @@ class DeviceCopies:
 
     Args:
         device: the target.
-        stream: of the copies; None copies when a micro-batch is needed, as for CPUs.
+        stream: where copies run; None copies when a micro-batch is needed, as for CPUs.
 
     Attributes:
         float_type: the new dtype of floating-point tensors; None keeps theirs.

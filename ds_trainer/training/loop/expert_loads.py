@@ -22,7 +22,7 @@ def expert_log(model: nn.Module, layout: ParallelLayout, steps: int, device: tor
         model: the model.
         layout: the layout of the job.
         steps: optimizer steps since the last call.
-        device: of this rank.
+        device: the device of this rank.
     """
     if layout.ep == 1:
         return {}

@@ -75,7 +75,7 @@ def units_of(batch: Any, label_names: Sequence[str], config: Any) -> tuple[list[
     Args:
         batch: a micro-batch.
         label_names: keys that may be labels.
-        config: of the model; may name a value of labels that is ignored.
+        config: the configuration of the model; may name a value of labels that is ignored.
     """
     ignored, known = [*_IGNORED], getattr(config, "semantic_loss_ignore_index", None)
     if type(padding := getattr(config, "pad_token_id", None)) is int and padding not in ignored:

@@ -27,7 +27,7 @@ class RowSettings(NamedTuple):
     Attributes:
         max_length: tokens of a row.
         strategy: how samples are chosen for a row.
-        seed: of the order in which samples are taken; None for the order of the dataset.
+        seed: decides the order in which samples are taken; None for the order of the dataset.
     """
 
     max_length: int

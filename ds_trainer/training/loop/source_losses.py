@@ -71,8 +71,8 @@ class SourceSums:
     """Sums of losses by source, on the device.
 
     Args:
-        names: of the sources, by number.
-        device: of the losses.
+        names: names of the sources, by number.
+        device: where the losses are.
         filtered: leave losses that are not finite out.
         group: ranks that have different tokens; default: all.
     """
@@ -134,7 +134,7 @@ class SourceLosses:
 
     Args:
         args: say whether anything is recorded.
-        device: of the losses.
+        device: where the losses are.
 
     Attributes:
         window: sums of the training since the last log; None if the sources are not known.

@@ -98,7 +98,7 @@ class HostBuffers:
 
     Attributes:
         limit: see above.
-        bytes: of the buffers that exist.
+        bytes: size of the buffers that exist.
     """
 
     def __init__(self, limit: int) -> None:

@@ -97,7 +97,7 @@ class _PlainLoss:
     """Losses of tokens from their whole logits, in float32 or float64; weights are cast in parts.
 
     Attributes:
-        losses: of each token.
+        losses: the loss of each token.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class PackedPass:
         prepare: moves a batch to the device.
         sharded: a context with this rank's shard of a batch.
         sum_of_shards: adds a number over the ranks that share a sequence. Collective.
-        number_format: of the matrix products: fp32, tf32, bf16, fp16.
+        number_format: type of the matrix products: fp32, tf32, bf16, fp16.
         experts: whether tokens share experts, whose products have other shapes with other tokens.
     """
 
