@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.yaml_reader import Located
 from ds_trainer.config.schema_values import AUTO, complaint, remedy, shown
-from ds_trainer.utils.errors import did_you_mean
+from ds_trainer.utils.errors import did_you_mean, listed
 from ds_trainer.utils.files import read_json
 
 SNAPSHOT = Path(__file__).with_name("deepspeed_schema.json")
@@ -160,11 +160,11 @@ class Schema:
 
     def without_effect(self, names: Iterable[str]) -> str:
         """The sentence about keys that DeepSpeed does not read, each with its source."""
-        listed = ", ".join(names)
+        listed_names = listed(names, 50)
         if self._installed is None:
-            return f"DeepSpeed {self.version} does not read {listed}."
+            return f"DeepSpeed {self.version} does not read {listed_names}."
         return (
-            f"The keys of DeepSpeed {self.version} are known, which do not include {listed}. DeepSpeed "
+            f"The keys of DeepSpeed {self.version} are known, which do not include {listed_names}. DeepSpeed "
             f"{self._installed} is installed and gets them as they are."
         )
 
@@ -176,6 +176,7 @@ class Schema:
         ``off``: it is inside of a block that is not enabled.
         """
         given: dict[str, tuple[str, str]] = {}
+        unknown = 0
         enabled = entry.value.get("enabled")
         off |= section.turns_off and (enabled is None or enabled.value is False)
         for key, below in entry.value.items():
@@ -185,7 +186,9 @@ class Schema:
                 yield from self._removed(below, full, main_name)
             elif name not in section.fields:
                 if not section.open:
-                    yield from self._unknown(below, key, section, path, home, off)
+                    unknown += 1
+                    hinted = unknown <= _MOST_HINTS or key in TrainingArguments.__dataclass_fields__
+                    yield from self._unknown(below, key, section, path, home, off, hinted)
             elif name in given:
                 other, where = given[name]
                 yield KeyFinding(full, f"{below.where}: {full} is another name of {other} ({where}); keep one of them.")
@@ -202,11 +205,11 @@ class Schema:
             yield KeyFinding(path, f"{entry.where}: {path} was removed from DeepSpeed. {self.removed[name]}")
 
     def _unknown(
-        self, entry: Located, key: str, section: Field, path: str, home: str, off: bool
+        self, entry: Located, key: str, section: Field, path: str, home: str, off: bool, hinted: bool
     ) -> Iterator[KeyFinding]:
         """An unknown key: refused where DeepSpeed refuses it, or where it takes another value than was meant."""
         full = _join(path, key)
-        hint, meant, certain = self._meant(key, section, home)
+        hint, meant, certain = self._meant(key, section, home) if hinted else ("", "", False)
         if self._installed is not None:
             yield KeyFinding(full, _unread(full, entry, hint), False, meant)
             return
@@ -294,6 +297,7 @@ class Schema:
         return f" Remove it. Known keys: {known}." if len(section.fields) <= 12 else "", "", False
 
 
+_MOST_HINTS = 100  # for unknown keys of a section: looking for what was meant takes a millisecond each
 _OF_OPTIMIZERS = ("lr", "betas", "eps", "momentum")
 _MISSPELLED = 0.8  # similarity from which a key is a misspelled other one, and not a key of another program
 # Sections without which a run computes the same; data_efficiency is refused where it is on.

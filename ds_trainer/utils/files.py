@@ -161,8 +161,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON, or nested too deeply.
+        ValueError: it is no JSON, nested too deeply, or not in a regular file, which could wait forever or never end.
     """
+    if named := next((text for test, text in _KINDS if test(os.stat(path).st_mode)), None):
+        raise ValueError(f"it is {named}")
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError:
@@ -217,6 +219,8 @@ def read_bytes(path: str | os.PathLike[str], source: str, kind: str, most: int =
     if not stat.S_ISREG(mode):
         named = next((text for test, text in _KINDS if test(mode)), "not a regular file")
         raise ConfigError(f"{source} is {named}; write its content to a {kind} and name that.")
+    if data is None:
+        raise ConfigError(f"{source} has no content now, although it is a file; write its content to a {kind}.")
     if len(data) > most:
         raise ConfigError(f"{source} is larger than {most / 2**20:g} MiB; is it a {kind}?")
     return data

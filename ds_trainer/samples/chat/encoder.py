@@ -19,8 +19,11 @@ from ds_trainer.samples.chat.tokens import IGNORED, CutToken, beginning_tokens, 
 from ds_trainer.samples.chat.turns import Span, Turns
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_memory import free_host_memory
+from ds_trainer.utils.units import human_bytes
 
 Sample = dict[str, Any]
+_LONG, _BYTES_OF_A_CHARACTER = 1_000_000, 130  # measured; a tokenizer without memory ends the process
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>")
 
 
@@ -204,6 +207,9 @@ class Encoder:
         except UnicodeEncodeError as error:
             raise SampleProblem(source, "bad_unicode", f"has a lone surrogate, {text[error.start]!r}.") from error
         edges = sorted({edge for span in spans for edge in span})
+        if len(text) > _LONG and (needed := len(text) * _BYTES_OF_A_CHARACTER) > (free := free_host_memory()):
+            memory = f"about {human_bytes(needed)} of memory, and {human_bytes(free)} are free"
+            raise SampleProblem(source, "no_memory", f"finding the tokens of {len(text):,} characters takes {memory}.")
         try:
             ids, borders, in_parts = tokenize(self.tokenizer, text, edges)
         except CutToken as error:

@@ -17,6 +17,7 @@ from ds_trainer.utils.files import exists, shortened, user_path
 
 PYTHON_STDLIB = "python-stdlib"
 _NEVER_INCLUDED = ("__pycache__", "site-packages", "dist-packages")
+_MOST_ODD = 100
 _NO_SAMPLES = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
 DOCUMENT_SUFFIXES: Mapping[str, str] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
@@ -105,14 +106,16 @@ class _Finder:
         """
         exclude = (*self.spec.exclude, *_NEVER_INCLUDED, ".*")
         relative: list[str] = []
+        odd: list[str] = []
         for folder, folders, files in os.walk(root):
             here = Path(folder).relative_to(root)
             folders[:] = [entry for entry in folders if not _excluded((here / entry).as_posix(), exclude)]
             for entry in files:
                 inside = (here / entry).as_posix()
                 if fnmatchcase(entry, pattern) and not _excluded(inside, exclude):
-                    relative.append(inside)
-        odd = [inside for inside in relative if not (root / inside).is_file()]
+                    (relative if os.path.isfile(root / inside) else odd).append(inside)
+            if len(odd) > _MOST_ODD:  # the directory of a system
+                break
         if odd:
             raise ConfigError(
                 f"{name}: {listed(sorted(odd))}: no regular files (a broken link, a pipe?); remove them, or "

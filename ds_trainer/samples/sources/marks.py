@@ -13,11 +13,12 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TRUTH = {"true": True, "false": False}
 _WORDS = {
     **_TRUTH,
-    **dict.fromkeys(("1", "good", "desirable", "chosen", "preferred"), True),
-    **dict.fromkeys(("0", "-1", "bad", "undesirable", "rejected", "dispreferred"), False),
+    **dict.fromkeys(("1", "good", "desirable", "chosen", "preferred", "accepted", "correct", "thumbs_up"), True),
+    **dict.fromkeys(("0", "-1", "bad", "undesirable", "rejected", "dispreferred", "incorrect", "wrong"), False),
+    **dict.fromkeys(("thumbs_down", "unacceptable"), False),
 }
-# Keys that say whether the answer is a good one; of the first ones, a number or a word says it too.
-_GRADES = ("kto_tag", "label", "binarized_label")
+# Keys that say whether the answer is a good one; of the first ones, and of is_good, a number or a word says it too.
+_GRADES = ("kto_tag", "kto_label", "label", "binarized_label")
 _GOOD = ("desirable", "preferred", "chosen", "accepted", "good", "correct", "thumbs_up")
 _BAD = ("rejected", "undesirable", "bad", "thumbs_down")
 _WORSE, _BETTER = ("rejected", "non_preferred"), ("corrected", "revision", "preferred_output")
@@ -114,7 +115,8 @@ def check_marks(row: ReadKeys, kind: str, chosen: bool) -> None:
 def _check_answer(row: ReadKeys, chosen: bool) -> None:
     for key in (*_GRADES, *_GOOD, *_BAD):
         for name in (key, f"is_{key}"):
-            says = _read_verdict(row, name, _WORDS, True) if key in _GRADES else _read_verdict(row, name)
+            graded = key in _GRADES or name != key  # "chosen" alone may be a number of an answer
+            says = _read_verdict(row, name, _WORDS, True) if graded else _read_verdict(row, name)
             if says is not None and says is (key in _BAD):
                 raise BadRecord(
                     f"{name!r} is {_shown(row[name])}, which marks the answer as a bad one; this job would train on it "
