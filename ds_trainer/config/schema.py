@@ -199,7 +199,8 @@ class Schema:
             yield from self._typed(entry, home)
 
     def _removed(self, entry: Located, path: str, name: str) -> Iterator[KeyFinding]:
-        if name in self.unread and _is_off(entry):
+        instead = self.field(self.removed[name].removeprefix("Write ").rstrip("."))
+        if name in self.unread and (_is_off(entry) or (instead is not None and _is_default(entry, instead))):
             yield KeyFinding(path, _unread(path, entry), refused=False)
         else:
             yield KeyFinding(path, f"{entry.where}: {path} was removed from DeepSpeed. {self.removed[name]}")

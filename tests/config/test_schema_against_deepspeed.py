@@ -84,7 +84,7 @@ def test_refused_by_both(mapping: dict[str, Any], message: str) -> None:
 REFUSED_EARLIER: list[tuple[dict[str, Any], str]] = [
     ({"log_level": "loud"}, "must be one of"),
     ({"aio": {"queue_depth": 0}}, "aio.queue_depth=0 must be a whole number at least 1."),
-    ({"aio": {"thread_count": 1}}, "aio.thread_count was removed from DeepSpeed. Write aio.intra_op_parallelism."),
+    ({"aio": {"thread_count": 4}}, "aio.thread_count was removed from DeepSpeed. Write aio.intra_op_parallelism."),
     ({"allgather_size": 1}, "Write zero_optimization.allgather_bucket_size."),
     ({"expert_parallel": {"enabled": True, "score_func": "max"}}, "Did you mean 'softmax'?"),
     ({"data_efficiency": {"enabled": True, "data_samplin": {}}}, "Did you mean 'data_sampling'?"),

@@ -1,0 +1,174 @@
+"""Files that are none of text, or of another kind, for every path of every subcommand: one error, and no output."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chat_model import save_chat_model
+from tests.support.forks import in_a_fork
+
+SAMPLE = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+RECIPE: dict[str, Any] = {
+    "model": {"path": "tiny"},
+    "task": {"name": "sft"},
+    "data": {"train": "good.jsonl", "max_length": 64},
+    "arguments": {"output_dir": "out", "max_steps": 1, "use_cpu": True},
+}
+CONTENTS = {
+    "empty": b"",
+    "blank": b"  \n\n\t\n",
+    "nul": b"\0" * 5000,
+    "utf16": SAMPLE.encode("utf-16"),
+    "utf32": SAMPLE.encode("utf-32"),
+    "latin1": '{"text": "café"}\n'.encode("latin-1"),
+    "mark": b"\xef\xbb\xbf",
+    "noise": bytes(range(256)) * 400,
+    "gz": gzip.compress(SAMPLE.encode() * 100),
+    "gz_cut": gzip.compress(os.urandom(5000))[:2000],
+    "zst": b"\x28\xb5\x2f\xfd" + os.urandom(500),
+    "parquet": b"PAR1" + os.urandom(500) + b"PAR1",
+    "zip": b"PK\x03\x04" + os.urandom(500),
+    "pickle": b"\x80\x04\x95" + b"a" * 100,
+    "deep_objects": b'{"a":' * 100_000,
+    "deep_lists": b"[" * 100_000,
+    "digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "nan": b'{"messages": NaN, "b": Infinity}',
+    "twice": b'{"a": 1, "a": 2, "messages": 1}',
+    "null": b"null",
+    "number": b"5",
+    "text": b'"x"',
+    "page": b"<!DOCTYPE html><html><body>404: [</body></html>",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:aaaa\nsize 12345\n",
+    "conflict": b"<<<<<<< HEAD\na: 1\n=======\na: 2\n>>>>>>> x\n",
+    "tag": b"a: !!python/object/apply:os.system ['touch pwned']\n",
+    "bomb": b"a0: &a0 [l,l,l,l,l]\n"
+    + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 12)),
+    "itself": b"a: &a [*a]\n",
+    "tabs": b"a:\n\tb: 1\n\t- c\n",
+    "documents": b"a: 1\n---\nb: 2\n",
+    "unclosed": b'{"a": "',
+    "escapes": b'{"\\u001b[2J\\u202e": 1, "messages": 2}',
+    "line": b"x" * 17_000_000,
+    "keys": b"{" + b",".join(b'"k%d": %d' % (i, i) for i in range(20_000)) + b"}",
+}
+PATHS = [
+    "/dev/zero",
+    "/dev/full",
+    "/proc/kmsg",
+    "x" * 5000,
+    "a/" * 3000,
+    "~nosuchuser/x",
+    "/",
+    "..",
+    "",
+    " ",
+    "a\nb",
+    "\x1b[2J",
+]
+COMMANDS: dict[str, list[str]] = {
+    "train a recipe": ["train", "@.yaml"],
+    "show the data of a recipe": ["data", "show", "@.yaml"],
+    "plan a recipe": ["plan", "@.yaml"],
+    "plan a configuration": ["plan", "@.json"],
+    "plan for a device": ["plan", "tiny", "--device-file", "@.yaml"],
+    "report": ["report", "@.json"],
+    "plot": ["plot", "@.jsonl"],
+    "inspect": ["checkpoint", "inspect", "@.json"],
+    "export": ["checkpoint", "export", "@.json", "--to", "exported"],
+    "chat": ["chat", "@.json"],
+    "launch by a hostfile": ["launch", "--dry-run", "--hostfile", "@.txt", "s.py"],
+    "begin with data": ["init", "new.yaml", "--model", "tiny", "--yes", "--data", "@.jsonl"],
+    "begin with a model": ["init", "new.yaml", "--data", "good.jsonl", "--yes", "--model", "@.json"],
+    "data.train": ["data", "show", "r.yaml", "@.jsonl"],
+    "data.eval": ["train", "r.yaml", "@.jsonl"],
+    "data.chat_template": ["data", "show", "r.yaml", "@.jinja"],
+    "model.path": ["data", "show", "r.yaml", "@.json"],
+    "arguments.output_dir": ["train", "r.yaml", "@.json"],
+}
+
+
+def _late(*_: object) -> None:
+    raise TimeoutError("it waits")
+
+
+def mistakes_of(folder: str, name: str) -> list[str]:
+    """What is wrong with how the command ``name`` answers to each file; runs in a process of its own."""
+    from ds_trainer.cli.main import main
+
+    os.chdir(folder)
+    words = list(COMMANDS[name])
+    suffix = next(word for word in words if word.startswith("@"))[1:]
+    os.mkfifo(f"fifo{suffix}")
+    Path(f"folder{suffix}").mkdir()
+    Path(f"loop{suffix}").symlink_to(f"loop{suffix}")
+    Path(f"lost{suffix}").symlink_to("nowhere")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"socket{suffix}")
+    for kind, content in CONTENTS.items():
+        Path(kind + suffix).write_bytes(content)
+    kinds = ["fifo", "folder", "loop", "lost", "socket", *CONTENTS]
+    signal.signal(signal.SIGALRM, _late)
+    mistakes = []
+    before = set(os.listdir())
+    for path in [*(kind + suffix for kind in kinds), *PATHS]:
+        given = [path if word.startswith("@") else word for word in words]
+        if "." in name:
+            section, key = name.split(".")
+            Path("r.yaml").write_text(json.dumps({**RECIPE, section: {**RECIPE[section], key: path}}))
+            before.add("r.yaml")
+            given = given[:-1]
+        out, err = io.StringIO(), io.StringIO()
+        began, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        signal.alarm(60)
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                code: object = main(given)
+        except SystemExit as end:
+            code = end.code
+        except BaseException as error:
+            code = repr(error)
+        signal.alarm(0)
+        said = err.getvalue()
+        wrong = [
+            "does not end with 2" * (code != 2),
+            "a traceback" * ("Traceback" in said),
+            "no error" * (not said.strip()),
+            f"{len(said):,} characters" * (len(said) > 6000),
+            "controls the terminal" * ("\x1b" in said + out.getvalue()),
+            "slow" * (time.process_time() - began > 5),
+            "large" * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held > 500 << 10),
+            f"leaves {set(os.listdir()) - before}" * bool(set(os.listdir()) - before),
+        ]
+        if any(wrong):
+            mistakes.append(f"{path[:40]}: {', '.join(filter(None, wrong))}; {code}: {said.strip()[-200:]}")
+            for file in set(os.listdir()) - before:
+                os.system(f"rm -rf {file}")
+    return mistakes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_chat_model(tmp_path / "tiny")
+    (tmp_path / "good.jsonl").write_text(f"{SAMPLE}\n" * 20)
+    (tmp_path / "s.py").write_text("print(1)\n")
+    return tmp_path
+
+
+@pytest.mark.extended
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_no_such_file_is_one_error(name: str, folder: Path) -> None:
+    mistakes = in_a_fork(mistakes_of, str(folder), name)
+    assert not mistakes, "\n".join(mistakes)
