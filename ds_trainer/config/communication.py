@@ -19,6 +19,7 @@ from ds_trainer.planner.bucket_sizes import BucketSize, Network, prefetch_bucket
 from ds_trainer.planner.candidate import FLOAT32_SUMS
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.model_shape import ModelShape
+from ds_trainer.utils.units import counted
 
 _ZERO = "zero_optimization"
 _ACCUMULATE = "data_types.grad_accum_dtype"
@@ -40,12 +41,16 @@ def write_gradient_dtypes(builder: ConfigBuilder, args: TrainingArguments, layou
     if args.grad_accum_dtype != GradientDtype.AUTO:
         builder.argument(_ACCUMULATE, str(args.grad_accum_dtype), "grad_accum_dtype")
     elif micro_batches >= FLOAT32_SUMS.get(model, inf) and _can_accumulate_in_float32(builder, model, layout):
-        builder.derive(_ACCUMULATE, "fp32", f"{model} with {micro_batches} micro-batches: the sum would lose precision")
+        builder.derive(
+            _ACCUMULATE,
+            "fp32",
+            f"{model} with {counted(micro_batches, 'micro-batch', 'micro-batches')}: the sum would lose precision",
+        )
 
 
 def _communication(builder: ConfigBuilder, args: TrainingArguments, model: str, ranks: int) -> None:
     requested = args.communication_data_type
-    why = f"{model} with {ranks} ranks: the sum would lose precision"
+    why = f"{model} with {counted(ranks, 'rank')}: the sum would lose precision"
     if requested != GradientDtype.AUTO:
         builder.argument(_COMMUNICATE, str(requested), "communication_data_type")
     elif ranks >= FLOAT32_SUMS.get(model, inf) and builder.requested(f"{_ZERO}.zero_quantized_gradients") is not True:
@@ -57,7 +62,7 @@ def _communication(builder: ConfigBuilder, args: TrainingArguments, model: str, 
         shown = f"communication_data_type=fp32 ({args.where('communication_data_type')})"
         builder.determined(_SAFE_MODULES, [], "communication_data_type", shown)
     elif requested == GradientDtype.AUTO and ranks >= FLOAT32_SUMS["bf16"]:
-        builder.derive(_SAFE_MODULES, [], f"autocast with {ranks} ranks: a sum in bf16 would lose precision")
+        builder.derive(_SAFE_MODULES, [], f"autocast with {counted(ranks, 'rank')}: a sum in bf16 would lose precision")
 
 
 def _can_accumulate_in_float32(builder: ConfigBuilder, model: str, layout: ParallelLayout) -> bool:

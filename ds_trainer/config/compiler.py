@@ -38,6 +38,7 @@ from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.offload_sizes import PARAM_BUFFERS, param_buffer
 from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
 _TORCH_DTYPES = {AutocastDtype.BF16: "torch.bfloat16", AutocastDtype.FP16: "torch.float16"}
@@ -306,7 +307,9 @@ def _weights_on_nvme(builder: ConfigBuilder, shape: ModelShape, layout: Parallel
     if shape.transformer is not None:
         ranks = layout.seq_data_parallel_size
         size = param_buffer(shape.transformer.largest_matrix, ranks)
-        builder.derive(f"{section}.buffer_size", size, f"the largest matrix on {ranks} ranks ({shape.source})")
+        builder.derive(
+            f"{section}.buffer_size", size, f"the largest matrix on {counted(ranks, 'rank')} ({shape.source})"
+        )
 
 
 def _lowest_stage(config: CompiledConfig, layout: ParallelLayout, stage_0_optimizer: str) -> tuple[int, str]:

@@ -329,7 +329,8 @@ def _is_off(entry: Located) -> bool:
 def _is_default(entry: Located, field: Field) -> bool:
     """Whether a value, or all of a section, is what DeepSpeed uses without it."""
     if field.kind != "section":
-        return entry.value is None or entry.plain() == field.default
+        same_kind = isinstance(entry.value, bool) is isinstance(field.default, bool)  # True is 1
+        return entry.value is None or (same_kind and entry.plain() == field.default)
     return isinstance(entry.value, dict) and all(
         key in field.fields and _is_default(below, field.fields[key]) for key, below in entry.value.items()
     )

@@ -69,7 +69,7 @@ class Lockstep(Iterator[Any]):
         if most != -least:
             batches = [self._taken + other for other in distributed.gather_objects(count)]
             raise ConfigError(
-                f"The ranks' data has different lengths: the ranks have read {batches} batches. Give every rank "
+                f"The ranks' data has different lengths: they have read {batches} of its batches. Give every rank "
                 "the same data in the same order; each rank selects its own samples. Data that gives each replica its "
                 "own samples needs stream_shards='own'."
             )

@@ -21,6 +21,7 @@ from ds_trainer.parallel.document_runs import DocumentRuns
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.parallel.sequence_plan import SequencePlan
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 IGNORED = -100  # label of a position that is not a target
 _MAIN = ("input_ids", "inputs_embeds")
@@ -272,8 +273,9 @@ class SequenceSharder:
             length in shape and shape[0] != rows and not value.is_floating_point()
         ):
             raise ConfigError(
-                f"'{key}' of a batch has the shape {shape}, but the batch has {rows} sequences of {length} tokens, so "
-                f"it is unclear whether to shard it. The shape [{rows}, {length}] would be clear. {_WITHOUT_SHARDING}"
+                f"'{key}' of a batch has the shape {shape}, but the batch has {counted(rows, 'sequence')} "
+                f"of {length} tokens, so it is unclear whether to shard it. The shape [{rows}, {length}] "
+                f"would be clear. {_WITHOUT_SHARDING}"
             )
         return False
 
@@ -288,7 +290,9 @@ class SequenceSharder:
         bounds, numbers = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
         if isinstance(bounds, torch.Tensor):
             if rows != 1:
-                raise ConfigError(f"cu_seq_lens_q has document boundaries for one row, but the batch has {rows} rows.")
+                raise ConfigError(
+                    f"cu_seq_lens_q has document boundaries for one row, but the batch has {counted(rows, 'row')}."
+                )
             tokens = torch.arange(length)
             return torch.searchsorted(bounds.cpu().long().flatten(), tokens, right=True)[None] - 1
         if isinstance(numbers, torch.Tensor) and list(numbers.shape) == [rows, length]:
@@ -322,9 +326,9 @@ class SequenceSharder:
             if list(labels.shape) != [rows, length] or labels.is_floating_point():
                 kind = "floats" if labels.is_floating_point() else "integers"
                 raise ConfigError(
-                    f"'{name}' of a batch has {kind} of the shape {list(labels.shape)}, but the batch has {rows} "
-                    f"sequences of {length} tokens. Only one class per token (integers [{rows}, {length}], {IGNORED} "
-                    f"for no target) can be sharded with them. {_WITHOUT_SHARDING}"
+                    f"'{name}' of a batch has {kind} of the shape {list(labels.shape)}, but the batch has "
+                    f"{counted(rows, 'sequence')} of {length} tokens. Only one class per token (integers "
+                    f"[{rows}, {length}], {IGNORED} for no target) can be sharded with them. {_WITHOUT_SHARDING}"
                 )
         if shifted is not None:
             name = next((name for name in self.label_names if name != "shift_labels"), "labels")

@@ -25,6 +25,7 @@ from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger, hide_in_logs
 from ds_trainer.utils.ranks import RankInfo, free_port, resolve_ranks
 from ds_trainer.utils.torch_group import prepare_process, start_torch_group
+from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
 
@@ -82,8 +83,9 @@ def start_process_group(device_type: str, timeout: timedelta = timedelta(minutes
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)  # uses our group
     if dist.get_world_size() != info.world_size:
         raise ConfigError(
-            f"The process group has {dist.get_world_size()} ranks, but the environment sets {info.world_size} "
-            f"({info.launcher}). Let this package start the group, or start the processes with a launcher."
+            f"The process group has {counted(dist.get_world_size(), 'rank')}, but the environment sets "
+            f"{info.world_size} ({info.launcher}). Let this package start the group, or start the "
+            "processes with a launcher."
         )
     _started = info
     atexit.register(stop_process_group)

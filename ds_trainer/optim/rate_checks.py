@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 _ADAPTIVE = ("adam", "lion", "adafactor", "lamb", "adan", "sophia", "adalomo", "came")
 _OTHER_SCALE = ("prodigy", "dadapt", "schedulefree", "adadelta")
@@ -111,6 +112,7 @@ def schedule_warnings(schedule: Any, steps: int) -> Iterator[str]:
         warmup = max(getattr(factor, "keywords", {}).get("num_warmup_steps", 0) for factor in factors)
     if warmup >= steps > 1:
         yield (
-            f"warmup_steps={warmup} is not below the {steps} steps of this run, so the learning rate is rising until "
-            "the end and never reaches learning_rate. Lower warmup_steps (below 1 it is a fraction of all steps)."
+            f"warmup_steps={warmup} is not below the {counted(steps, 'step')} of this run, so the learning rate is "
+            "rising until the end and never reaches learning_rate. Lower "
+            "warmup_steps (below 1 it is a fraction of all steps)."
         )

@@ -20,6 +20,7 @@ from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -89,16 +90,16 @@ class ParallelLayout:
         if self.world_size % replica:
             nearest = nearest_sizes(self.world_size, self.tp, self.cp, self.sp)
             near = " or ".join(describe_sizes(*sizes) for sizes in nearest)
-            ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+            ranks = counted(self.world_size, "rank")
             raise ConfigError(
                 f"{ranks} cannot be divided by tensor {self.tp} x context {self.cp} x sequence "
                 f"{self.sp} = {replica}. Choose {near}, or start "
-                f"{replica * max(1, round(self.world_size / replica))} ranks."
+                f"{counted(replica * max(1, round(self.world_size / replica)), 'rank')}."
             )
         object.__setattr__(self, "dp", self.world_size // replica)
         if (tokens := self.seq_data_parallel_size) % self.ep:
             raise ConfigError(
-                f"expert_parallel_size={self.ep} must divide the {tokens} ranks that see different tokens "
+                f"expert_parallel_size={self.ep} must divide the {counted(tokens, 'rank')} that see different tokens "
                 f"({self.describe()}). Set it to {' or '.join(map(str, _nearest_divisors(tokens, self.ep)))}."
             )
 
@@ -118,7 +119,7 @@ class ParallelLayout:
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of ``rank``. Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks")
+            raise ValueError(f"rank {rank} is not in a world of {counted(self.world_size, 'rank')}")
         rest, tp = divmod(rank, self.tp)
         rest, sp = divmod(rest, self.sp)
         dp, cp = divmod(rest, self.cp)

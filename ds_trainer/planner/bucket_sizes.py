@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_trainer.planner.cluster import Cluster
+from ds_trainer.utils.units import counted
 
 SMALLEST_BUCKET = 2**20
 """A bucket of less than a million elements costs more in collective latency than it saves by overlap."""
@@ -55,7 +56,7 @@ class Network:
         """
         if cluster is None or cluster.is_cpu or (ranks := cluster.world_size // tp) < 2:
             return None
-        across = f", {cluster.nodes} machines" if cluster.crosses_machines(ranks, tp) else ""
+        across = f", {counted(cluster.nodes, 'machine')}" if cluster.crosses_machines(ranks, tp) else ""
         bandwidth, latency = cluster.ring_bandwidth(ranks, tp), cluster.latency(ranks, tp)
         return cls(f"{ranks} x {cluster.device}{across}", ranks, bandwidth, latency, cluster.board.memory)
 

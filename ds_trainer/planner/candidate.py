@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from ds_trainer.utils.units import counted
+
 FLOAT32_SUMS = {"bf16": 64, "fp16": 512}
 """From this number of terms on, the compiled configuration adds gradients in float32."""
 
@@ -206,7 +208,7 @@ class Candidate:
     def _recomputed(self) -> list[str]:
         if not self.checkpointing:
             return []
-        which = "" if self.every_n_layers == 1 else f" of 1 in {self.every_n_layers} layers"
+        which = "" if self.every_n_layers == 1 else f" of 1 in {counted(self.every_n_layers, 'layer')}"
         return [f"activation checkpointing{which}"]
 
 

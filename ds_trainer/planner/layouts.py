@@ -11,6 +11,7 @@ from __future__ import annotations
 from ds_trainer.parallel.layout import ParallelLayout, Sizes, describe_sizes, nearest_sizes
 from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.planner.transformer_shape import Stack
+from ds_trainer.utils.units import counted
 
 
 def query_heads_per_rank(stack: Stack, tp: int) -> list[int]:
@@ -62,7 +63,7 @@ def layout_problems(shape: ModelShape, layout: ParallelLayout, requested: str = 
     if not reasons:
         return []
     near = " or ".join(describe_sizes(*sizes) for sizes in supported_sizes(shape, layout))
-    remedy = f"Nearest sizes that this model supports on {layout.world_size} ranks: {near}."
+    remedy = f"Nearest sizes that this model supports on {counted(layout.world_size, 'rank')}: {near}."
     return [f"{requested or layout.describe()}: {reason}. {remedy}" for reason in reasons]
 
 

@@ -12,6 +12,7 @@ from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import MemoryEstimator
 from ds_trainer.planner.plan import Plan
 from ds_trainer.planner.search import ALL, HOST, Goal, candidates, feature_sets
+from ds_trainer.utils.units import counted
 
 _AT_ONCE = 2
 _DOUBLINGS = 6  # of the number of devices
@@ -69,7 +70,7 @@ def describe_change(before: Plan, after: Plan) -> str:
     """The changes in one line, such as ``activation_checkpointing=True, offload_optimizer='cpu'``."""
     parts = [f"{name}={value!r}" for name, value in changed_arguments(before.candidate, after.candidate).items()]
     if before.cluster.world_size != after.cluster.world_size:
-        parts.insert(0, f"{after.cluster.nodes} x {after.cluster.devices_per_node} devices")
+        parts.insert(0, f"{after.cluster.nodes} x {counted(after.cluster.devices_per_node, 'device')}")
     return ", ".join(parts)
 
 

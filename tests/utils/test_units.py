@@ -77,7 +77,10 @@ def test_one_is_no_plural() -> None:
     assert [counted(number, "file was", "files were") for number in (1, 3)] == ["1 file was", "3 files were"]
 
 
-PRINTED = ("cli", "data/packing/rows.py", "launching", "monitor", "recipes", "samples", "training/dry_run.py")
+PRINTED = (
+    *("cli", "config", "data", "engine", "launching", "monitor", "optim", "parallel", "planner", "recipes", "samples"),
+    "training/dry_run.py",
+)
 SQUARE, THOUSANDS, ARABIC = "\u00b2", "9" * 5000, "\u0663"  # isdigit() is true; int() and float() fail or take them
 
 

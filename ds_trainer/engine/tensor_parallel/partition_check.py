@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
+from ds_trainer.utils.units import counted
 
 PARTITIONED_BY_NAME = ("bart", "bert", "gpt_neox", "gptj", "opt", "t5")
 """Families without a plan (``config.model_type``) whose results are exact when partitioned by layer names."""
@@ -161,7 +162,8 @@ def _head_problems(model: nn.Module, config: CompiledConfig, tp: int) -> list[st
         ]
     if heads[0].out_features < tp:
         return [
-            f"{source}: the head has {heads[0].out_features} rows, fewer than tensor_parallel_size={tp}. Remove it."
+            f"{source}: the head has {counted(heads[0].out_features, 'row')}, fewer than "
+            f"tensor_parallel_size={tp}. Remove it."
         ]
     return []
 

@@ -72,6 +72,8 @@ class _Finder:
             root = Path(sysconfig.get_path("stdlib"))
             return self._below(root, self.spec.file_pattern or "*.py", f"{self.key}: {path}")
         source = user_path(path, f"{self.key}: {path!r}")
+        if os.path.realpath(source).startswith(("/proc/", "/sys/")):  # reading it could wait forever
+            raise ConfigError(f"{self.key}: {path!r} is made by the kernel; write its content to a file.")
         if source.is_file():
             return [SourceFile(source.absolute(), self._format(source))]
         if source.is_dir():
