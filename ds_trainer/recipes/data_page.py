@@ -17,7 +17,7 @@ from ds_trainer.samples.chat.page import PageOptions, write_page
 from ds_trainer.samples.sources.held_out import HeldOut
 from ds_trainer.samples.sources.record import BadLines, Record
 from ds_trainer.samples.sources.source import Source
-from ds_trainer.utils.errors import ConfigError, did_you_mean
+from ds_trainer.utils.errors import ConfigError, did_you_mean, listed
 from ds_trainer.utils.printable import shown
 
 
@@ -74,6 +74,8 @@ def show(recipe: Recipe, only: str | None, options: PageOptions) -> bool:
             print(shown(f"{name}: {share / sum(shares):.1%} of the samples"))
     figures = write_page([*trained, *evaluated], encoder, _options(recipe, options, len(trained), only), print)
     problems = bad.problems()
+    if not problems and not any(side.records for side in figures.values()):
+        raise ConfigError(f"{listed(figures)}: there are no records in it.")
     for problem in problems:
         print(shown(problem))
     return recipe.data.bad_lines == "skip" or not (problems or any(side.refused for side in figures.values()))

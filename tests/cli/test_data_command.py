@@ -131,6 +131,12 @@ def test_samples_longer_than_the_model_are_refused_as_in_the_training(folder, ca
     assert "max_length=100000 is longer than the model's max_position_embeddings" in capsys.readouterr().err
 
 
+def test_data_without_a_record_is_an_error(folder, capsys):
+    (folder / "empty.jsonl").write_text("\n")
+    assert main(["data", "show", "recipe.yaml", "--data.train", "empty.jsonl"]) == 2
+    assert "empty.jsonl: there are no records in it." in capsys.readouterr().err
+
+
 def test_rows_are_those_of_the_training(folder, capsys, monkeypatch):
     """With weighted sources and a split: where a sample is shown to be is where the training packs it."""
     from ds_trainer.recipes.jobs import job_of

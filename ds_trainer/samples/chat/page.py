@@ -21,7 +21,6 @@ from ds_trainer.samples.chat.problems import NOTICES, SampleProblem, unread_line
 from ds_trainer.samples.chat.tokens import IGNORED
 from ds_trainer.samples.sources.mixture import Mixture
 from ds_trainer.samples.sources.record import Record
-from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.units import counted
 
 
@@ -81,8 +80,6 @@ def write_page(
             for sample in side.add(encoder, record):
                 if len(chosen) < options.samples:
                     chosen.append(_Shown(len(chosen), record.source, sample))
-    if empty := [name for name, side in figures.items() if not side.records]:
-        raise ConfigError(f"{listed(empty)}: there are no records in it.")
     epoch = _epoch(figures, options)
     rows = None if epoch is None else _rows(epoch, options)
     places = {} if rows is None or epoch is None else _places(rows, epoch, options.samples)
