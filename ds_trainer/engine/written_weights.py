@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ds_trainer.engine.expert_parallel import expert_slice
 from ds_trainer.engine.state.flat_partitions import sub_group
 from ds_trainer.engine.weight_movement import norms
 from ds_trainer.engine.zero3.shard_access import WITH_GRADIENTS, ShardAccess, watch_copies, watch_state_dicts
@@ -48,9 +49,9 @@ def follow_script(engine: TrainingEngine) -> Callable[[str], AbstractContextMana
     engine.written = written = WrittenWeights(engine.deepspeed)
     engine.deepspeed.__deepcopy__ = partial(copy.deepcopy, model)
     watch_copies(model, stage)
-    if stage == 3:
+    if stage == 3 or any(expert_slice(parameter) is not None for parameter in model.parameters()):
         watch_state_dicts(model)
-    elif stage == 0 and not (engine.deepspeed.bfloat16_enabled() or engine.deepspeed.fp16_enabled()):
+    if stage == 0 and not (engine.deepspeed.bfloat16_enabled() or engine.deepspeed.fp16_enabled()):
         return nullcontext
 
     def around(event: str) -> AbstractContextManager[Any]:

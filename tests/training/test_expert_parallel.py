@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_trainer import Trainer, TrainingArguments
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.parallel import expert_exchange
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.model import expert_division
@@ -232,6 +232,31 @@ def test_trained_models_are_used_as_with_whole_experts(use: str, stage: int, tmp
     )
     for found, wanted in zip(divided, whole, strict=True):
         torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+class _Writes(TrainerCallback):
+    """Saves weights as scripts do."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **ignored: Any) -> None:
+        torch.save(model.state_dict(), f"{args.output_dir}/{state.is_world_process_zero}.bin")
+
+
+def _written(directory: str, stage: int) -> str:
+    args = TrainingArguments(
+        directory, max_steps=1, use_cpu=True, zero_stage=stage, expert_parallel_size=2, optim="sgd"
+    )
+    trainer = Trainer(maker("qwen3_moe")(), args, train_dataset=samples(), callbacks=[_Writes()])
+    with pytest.raises(ConfigError) as error:
+        trainer.train()
+    whole = trainer.accelerator.get_state_dict(trainer.model)
+    shapes = {name: value.shape for name, value in maker("qwen3_moe")().state_dict().items()}
+    assert {name: value.shape for name, value in whole.items()} == shapes
+    return str(error.value)
+
+
+def test_a_script_writes_no_part_of_the_experts(tmp_path: Any) -> None:
+    for text in pool(2).run(_written, str(tmp_path), 1):
+        assert "expert_parallel_size divides the experts" in text and "get_state_dict" in text
 
 
 def _padding_on_a_rank() -> list[dict[str, torch.Tensor]]:

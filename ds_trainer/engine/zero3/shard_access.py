@@ -18,6 +18,7 @@ from weakref import ref
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ds_trainer.engine.expert_parallel import expert_slice
 from ds_trainer.engine.weights import is_released
 from ds_trainer.utils.errors import ConfigError
 
@@ -33,6 +34,11 @@ _LOOKS = frozenset(
 _WATCHED = 3
 WITH_GRADIENTS = frozenset(("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"))
 """Events at which parameters have gradients in transformers."""
+_EXPERTS = (
+    "state_dict() was called for {name}, but expert_parallel_size divides the experts, so that this rank has a part of "
+    "them. Read all weights with self.accelerator.get_state_dict(self.model) on all ranks, or save them with an "
+    "overridden _save(output_dir, state_dict)."
+)
 _GRADIENT = (
     "A callback uses parameter.grad ({name}), which is not the gradient of one process here: ZeRO and 16-bit "
     "optimizers keep gradients in buffers of their own. Read it in on_pre_optimizer_step, on all ranks, with "
@@ -157,7 +163,7 @@ def _reduced(name: str, parameter: Any, protocol: int) -> Any:
 
 
 def watch_state_dicts(model: nn.Module) -> None:
-    """Refuse ``state_dict()`` of a script for released weights of ``model``, without an engine of its own."""
+    """Refuse ``state_dict()`` of a script for released weights and divided experts of ``model``, without an engine."""
     for module in model.modules():
         module.register_state_dict_pre_hook(partial(_before_state_dict, model))
 
@@ -165,3 +171,6 @@ def watch_state_dicts(model: nn.Module) -> None:
 def _before_state_dict(model: nn.Module, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:
         refuse_released("state_dict()", module._parameters.values(), model)
+        for parameter in module._parameters.values():
+            if parameter is not None and expert_slice(parameter) is not None and called_by_script(1):
+                raise ConfigError(_EXPERTS.format(name=_name(parameter, model)))
