@@ -24,7 +24,7 @@ from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.memory import memory_in_use_gb
 from ds_trainer.monitor.throughput import ThroughputMeter
 from ds_trainer.optim.schedule_stepping import step_on_metric, steps_on_metric
-from ds_trainer.optim.weight_swapping import use_training_weights
+from ds_trainer.optim.script_optimizers import use_training_weights
 from ds_trainer.training.loop.best_model import judge
 from ds_trainer.training.loop.divergence_guard import Update
 from ds_trainer.training.loop.expert_loads import expert_log

@@ -30,7 +30,7 @@ from ds_trainer.data.loader import PlannedLoader
 from ds_trainer.data.replica import batches_of
 from ds_trainer.data.sharded_batch import ShardedBatch, dummy_of
 from ds_trainer.data.stream import StreamLoader
-from ds_trainer.optim.weight_swapping import use_evaluation_weights
+from ds_trainer.optim.script_optimizers import use_evaluation_weights
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.evaluation.gathering import gather_micro_steps
 from ds_trainer.training.evaluation.logits_in_pieces import OnHost, Preprocessed

@@ -24,7 +24,7 @@ from ds_trainer.engine.zero3.shard_access import FirstUses
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
-from ds_trainer.optim.weight_swapping import use_training_weights
+from ds_trainer.optim.script_optimizers import use_training_weights
 from ds_trainer.training.loop.batch_splitting import with_equal_rows
 from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.training.loop.first_loss import FirstLoss

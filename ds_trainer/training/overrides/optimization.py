@@ -12,7 +12,6 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
 from ds_trainer.engine.weights import full_numel
-from ds_trainer.optim.divided_updates import check_divided_updates
 from ds_trainer.optim.library_optimizer_builder import (
     build_given_optimizer,
     build_library_optimizer,
@@ -26,7 +25,7 @@ from ds_trainer.optim.optimizer_builder import (
 )
 from ds_trainer.optim.schedule_stepping import with_rates_of_the_optimizer
 from ds_trainer.optim.schedules import build_schedule
-from ds_trainer.optim.weight_swapping import check_weight_swapping
+from ds_trainer.optim.script_optimizers import check_divided_updates, check_weight_swapping
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.overrides.base import TrainerBase
 from ds_trainer.training.startup.configuration import OWN_OPTIMIZER

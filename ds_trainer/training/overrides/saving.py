@@ -16,7 +16,7 @@ from ds_trainer.checkpoint.weights.model_saving import (
 )
 from ds_trainer.engine.weights import full_shape, gathered, saved_tensors
 from ds_trainer.engine.whole_weights import unhooked
-from ds_trainer.optim.weight_swapping import use_evaluation_weights
+from ds_trainer.optim.script_optimizers import use_evaluation_weights
 from ds_trainer.training.loading.model_argument import is_on_meta
 from ds_trainer.training.model.cache import original_cache_settings
 from ds_trainer.training.overrides.base import TrainerBase

@@ -23,7 +23,7 @@ from ds_trainer.checkpoint.shards.frozen_weights import FrozenFiles
 from ds_trainer.checkpoint.weights.adapter_files import base_parameter_names
 from ds_trainer.engine.state.flat_partitions import UnknownState
 from ds_trainer.engine.state.state_shards import all_in_memory, changed_only_by_steps
-from ds_trainer.optim.weight_swapping import swaps_weights
+from ds_trainer.optim.script_optimizers import swaps_weights
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.units import human_bytes

@@ -16,7 +16,7 @@ from ds_trainer.checkpoint.weights.adapter_files import saves_adapters
 from ds_trainer.checkpoint.weights.checkpoint_size import CheckpointSize
 from ds_trainer.checkpoint.weights.model_saving import NoModelFiles, plan_model_files
 from ds_trainer.engine.state.buffers import Shapes, buffer_shapes
-from ds_trainer.optim.weight_swapping import swaps_weights
+from ds_trainer.optim.script_optimizers import swaps_weights
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.units import parse_size

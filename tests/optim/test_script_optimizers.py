@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_trainer import ConfigError
-from ds_trainer.optim.divided_updates import check_divided_updates
+from ds_trainer.optim.script_optimizers import check_divided_updates
 
 
 class Scaled(torch.optim.SGD):
