@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,12 +18,20 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from ds_trainer.utils.logging import get_logger
+
 _LARGEST = 10_000  # entries; a larger container is data, not a count
+_ROOM = 2**25  # entries of all tensors and arrays that are copied
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _SEQUENCES, _MAPPINGS = (list, deque), (dict, defaultdict, OrderedDict, Counter)
 _CONTAINERS = (*_SEQUENCES, *_MAPPINGS, set, tuple)
 _LIBRARIES = {__name__.partition(".")[0], "torch", "transformers", "deepspeed"}
 _OF_TORCH = {*vars(nn.Module()), "_external_params"}  # hooks, weights and buffers of a module
+_TOO_LARGE = (
+    "Code of a script that was run once more for its result only has changed tensors of %s entries, too large "
+    "to be put back: they have one change more than without this."
+)
+logger = get_logger(__name__)
 _looks = 0  # how many of these contexts are open
 
 
@@ -36,10 +47,12 @@ def owner_of(method: Any) -> Any:
 
 @contextmanager
 def plain_attributes_restored(*owners: object) -> Iterator[None]:
-    """Afterwards, numbers, text, small containers, tensors and arrays that ``owners`` keep are as before.
+    """Afterwards, numbers, text, small containers, tensors and arrays that ``owners`` keep are as before, as are
+    generators of random numbers and the iterators in their attributes.
 
     A subclass's ``compute_loss`` collects metrics in such attributes, in objects of classes of the script (meters), in
-    variables of the script and of functions around it. Containers keep their identity, because others may hold them.
+    variables of the script and of functions around it. Containers keep their identity, because others may hold them. Of
+    tensors and arrays 32 million entries are copied; a warning names the size of others that have changed.
     Attributes that did not exist are removed. Of modules of a model only their own attributes, those of their classes
     and the script's variables are restored, and what did not exist stays unless the class has a default of this name.
     """
@@ -61,6 +74,10 @@ class _Kept:
         self._names: list[tuple[Any, dict[str, Any], set[str]]] = []
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._arrays: list[tuple[Any, Any]] = []
+        self._large: list[tuple[torch.Tensor, int]] = []
+        self._random: list[tuple[Callable[[Any], object], Any]] = []
+        self._iterators: list[tuple[Any, str, Any]] = []
+        self._room = _ROOM
         self._cells: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._ahead: deque[Any] = deque()  # nearest first
@@ -77,24 +94,43 @@ class _Kept:
         if type(value) in _CONTAINERS:
             self._keep_container(value)
         elif isinstance(value, np.ndarray):
-            if value.size <= _LARGEST and value.dtype != object:
+            if self._has_room(value.size) and value.dtype != object:
                 self._arrays.append((value, value.copy()))
+        elif isinstance(value, torch.Generator):
+            self._random.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._random.append((value.setstate, value.getstate()))
+        elif isinstance(value, (np.random.Generator, np.random.RandomState)):
+            bits: Any = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+            self._random.append((functools.partial(setattr, bits, "state"), copy.deepcopy(bits.state)))
+        elif isinstance(value, torch.Tensor):
+            if not (value.requires_grad or value.is_inference() or hasattr(value, "ds_id")):
+                if self._has_room(value.numel()):
+                    self._tensors.append((value, value._version, value.clone()))
+                else:
+                    self._large.append((value, value._version))
         elif isinstance(value, FunctionType):
             self._keep_function(value)
-        elif not self._deep:
+        elif not self._deep and isinstance(value, nn.Module):
             return
-        elif isinstance(value, torch.Tensor):
-            if (
-                value.numel() <= _LARGEST
-                and not value.requires_grad
-                and not (value.is_inference() or hasattr(value, "ds_id"))
-            ):
-                self._tensors.append((value, value._version, value.clone()))
         elif isinstance(value, (MethodType, functools.partial)):
             parts = [value.__func__, value.__self__] if isinstance(value, MethodType) else [value.func, *value.args]
             self._ahead += parts
         elif _is_of_script(value) and not (isinstance(value, nn.Module) and any(True for _ in value.parameters())):
             self._keep_object(value)
+
+    def _has_room(self, entries: int) -> bool:
+        fits = entries <= self._room
+        self._room -= entries if fits else 0
+        return fits
+
+    def _keep_iterators(self, owner: Any, own: Mapping[str, Any]) -> None:
+        """Let ``owner`` read copies of its iterators, which buffer what was read."""
+        for name, value in own.items():
+            if isinstance(value, Iterator) and not (_is_of_script(value) or hasattr(value, "read")):  # no files
+                used, kept = itertools.tee(value)
+                setattr(owner, name, used)
+                self._iterators.append((owner, name, kept))
 
     def _keep_container(self, value: Any) -> None:
         entries = value.values() if isinstance(value, Mapping) else value
@@ -122,6 +158,7 @@ class _Kept:
         skipped = () if self._deep else _OF_TORCH
         own = {name: value for name, value in vars(owner).items() if name not in skipped}
         self._names.append((owner, {name: value for name, value in own.items() if _is_plain(value)}, {*vars(owner)}))
+        self._keep_iterators(owner, own)
         self._ahead += own.values()
         kinds = [owner] if isinstance(owner, FunctionType) else type(owner).__mro__
         for kind in kinds:
@@ -136,6 +173,7 @@ class _Kept:
             self._seen.add(id(module))
             own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
             self._names.append((module, {name: value for name, value in own.items() if _is_plain(value)}, set()))
+            self._keep_iterators(module, own)
             self._ahead += own.values()
 
     def restore(self) -> None:
@@ -149,12 +187,18 @@ class _Kept:
         for owner, before, names in self._names:
             _restore_names(owner, before, names, self._deep)
         with torch.no_grad():
-            for tensor, version, copy in self._tensors:
-                if tensor._version != version and tensor.shape == copy.shape:
-                    tensor.copy_(copy)
-        for array, copy in self._arrays:
-            if not np.array_equal(array, copy):
-                array[...] = copy
+            for tensor, version, clone in self._tensors:
+                if tensor._version != version and tensor.shape == clone.shape:
+                    tensor.copy_(clone)
+        for array, numbers in self._arrays:
+            if not np.array_equal(array, numbers):
+                array[...] = numbers
+        for put_back, state in self._random:
+            put_back(state)
+        for owner, name, kept in self._iterators:
+            setattr(owner, name, kept)
+        if changed := [tensor.numel() for tensor, version in self._large if tensor._version != version]:
+            logger.warning(_TOO_LARGE, ", ".join(f"{size:,}" for size in changed))
         for cell, value in self._cells:
             if cell.cell_contents is not value and _is_plain(value):
                 cell.cell_contents = value
@@ -191,7 +235,7 @@ def _is_of_script(value: Any) -> bool:
     Objects of other packages may be in use by their threads (a tracker's run). A data set is no meter.
     """
     kind = type(value)
-    root = kind.__module__.partition(".")[0]
+    root = str(kind.__module__).partition(".")[0]  # of Cython it is no text
     if not hasattr(value, "__dict__") or root in _LIBRARIES or isinstance(value, (type, ModuleType, Dataset)):
         return False
     return isinstance(value, nn.Module) or not _is_library(kind.__module__)
