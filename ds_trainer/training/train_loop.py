@@ -27,7 +27,6 @@ from ds_trainer.optim.schedule_stepping import step_on_metric, steps_on_metric
 from ds_trainer.optim.script_optimizers import use_training_weights
 from ds_trainer.training.loop.best_model import judge
 from ds_trainer.training.loop.divergence_guard import Update
-from ds_trainer.training.loop.expert_loads import expert_log
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.packed_data import running_log
 from ds_trainer.training.loop.step import StepRunner
@@ -296,9 +295,12 @@ class TrainLoop:
             "learning_rate": float(self._step.learning_rate),
             **self._counter.rates(),
             **running_log(run.loader),
-            **expert_log(run.model, run.batch_plan.layout, steps, run.device),
             "memory_gb": memory_in_use_gb(run.device),
         }
+        if run.batch_plan.layout.ep > 1:
+            from ds_trainer.training.model.expert_division import expert_log
+
+            logs |= expert_log(run.model, run.batch_plan.layout, steps, run.device)
         if counted < steps:
             logs["steps_with_nonfinite_loss"] = float(steps - counted)
         if self._guard.incidents.skipped:

@@ -13,7 +13,9 @@ from torch import nn
 
 from ds_trainer.engine.expert_parallel import is_expert, mark_experts
 from ds_trainer.parallel.expert_exchange import ExpertExchange, forget_padding, keep_routes, note_padding
-from ds_trainer.parallel.groups import ParallelGroups
+from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 
 IMPLEMENTATION = "ds_trainer_expert_parallel"
@@ -132,3 +134,36 @@ def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights
         product: Callable[..., torch.Tensor] = grouped_mm_experts_forward
         return product(module, hidden, experts, weights)
     return exchange(module, hidden, experts, weights)
+
+
+_LOADS = ("entropy", "busiest_share", "dead")
+
+
+def expert_log(model: nn.Module, layout: ParallelLayout, steps: int, device: torch.device) -> dict[str, float]:
+    """The loads of experts since the last call, by log key. Collective.
+
+    Over all ranks that see different tokens: entropy of a layer's load, 1 if all experts get as many tokens; the share
+    that the busiest expert gets; experts that get none. Without a layer in the name, the worst of all layers, and the
+    sum of dead experts. ``expert_exchange_gb`` is what this rank sends to others in a step, in 10^9 bytes.
+
+    Args:
+        model: the model.
+        layout: the layout of the job.
+        steps: optimizer steps since the last call.
+        device: the device of this rank.
+    """
+    exchanges = {name: vars(module)[EXCHANGE] for name, module in divided_layers(model).items()}
+    loads = [exchange.take_load(device) for exchange in exchanges.values()]
+    flat = torch.cat(loads)
+    distributed.all_reduce_sum(flat, group=parallel_groups(layout).seq_data_parallel)
+    sent = sum(exchange.take_bytes_sent() for exchange in exchanges.values())
+    found: dict[str, float] = {}
+    worst = [1.0, 0.0, 0]
+    for name, load in zip(exchanges, flat.double().cpu().split([len(load) for load in loads]), strict=True):
+        share = load / load.sum().clamp(min=1)
+        entropy = float(torch.special.entr(share).sum() / max(torch.tensor(len(load)).double().log(), 1e-30))
+        busiest, dead = float(share.max()), int((load == 0).sum())
+        found |= {f"experts/{name}/{key}": value for key, value in zip(_LOADS, (entropy, busiest, dead), strict=True)}
+        worst = [min(worst[0], entropy), max(worst[1], busiest), worst[2] + dead]
+    totals = {"expert_load_entropy": worst[0], "expert_busiest_share": worst[1], "dead_experts": float(worst[2])}
+    return {**totals, "expert_exchange_gb": sent / 1e9 / steps, **found}
