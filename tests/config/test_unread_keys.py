@@ -183,21 +183,6 @@ AS_WRITTEN: dict[str, dict[str, Any]] = {  # blocks of tutorials and old files, 
     "hybrid engine, off": {"hybrid_engine": {**OFF, "max_out_tokens": 512, "inference_tp_size": 1}},
     "legacy curriculum": {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}},
     "legacy curriculum, off": {"curriculum_learning": {**OFF, "curriculum_type": "seqlen"}},
-    "profilers": {
-        "flops_profiler": {
-            "enabled": True,
-            "profile_step": 5,
-            "module_depth": -1,
-            "detailed": True,
-            "output_file": None,
-        },
-        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
-    },
-    "monitors": {
-        "tensorboard": {"enabled": True, "output_path": "tb", "job_name": "x"},
-        "csv_monitor": OFF,
-        "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
-    },
     "elasticity": {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}},
     "quantized training": {"quantize_training": {"enabled": True, "quantize_bits": {"start_bits": 16}}},
     "compression": {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
@@ -206,21 +191,13 @@ AS_WRITTEN: dict[str, dict[str, Any]] = {  # blocks of tutorials and old files, 
     "apex": {"amp": {"enabled": True, "opt_level": "O1"}},
     "sparse gradients, off": {"sparse_gradients": False, "prescale_gradients": False},
     "MiCS": {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
-    "disk": {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5, "max_in_cpu": 1e9},
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 4, "fast_init": False},
-        },
-        "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False},
-    },
     "checkpoints": {"checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}}},
     "activations": {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": None}},
     "texts in place of numbers": {"zero_optimization": {"stage": "2", "reduce_bucket_size": "5e8"}},
     "eigenvalue": {"eigenvalue": {"enabled": True, "max_iter": 100}},
     "data types": {"data_types": {"grad_accum_dtype": "fp32"}, "gradient_predivide_factor": 1.0},
     "bfloat16": {"bfloat16": {"enabled": True}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AS_WRITTEN)

@@ -89,3 +89,10 @@ def test_logs_of_others_are_redacted(caplog: pytest.LogCaptureFixture) -> None:
     ]
     formatted = logging.Formatter().format(caplog.records[2])
     assert KEY not in formatted and "ValueError: with <SECRET>" in formatted
+
+
+def test_nested_secrets_are_masked_completely() -> None:
+    for value in ("pass", "password-2024", "word-2024", "a/b c+d"):
+        register_secret(value)
+    assert redacted("it was password-2024, not pass") == "it was <SECRET>, not <SECRET>"
+    assert redacted("https://host/?key=a%2Fb%20c%2Bd") == "https://host/?key=<SECRET>"
