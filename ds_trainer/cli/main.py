@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import ds_trainer
 from ds_trainer.cli import (
@@ -48,9 +48,10 @@ from ds_trainer.utils.outcomes import record_outcome
 from ds_trainer.utils.printable import shown
 from ds_trainer.utils.ranks import likely_rank
 
-SUBCOMMANDS = {
+SUBCOMMANDS: dict[str, Any] = {
     "init": init,
     "train": train,
+    "profile": train.PROFILE,
     "chat": chat,
     "launch": launch,
     "run": run,

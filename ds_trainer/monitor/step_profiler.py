@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE
+from ds_trainer.monitor.kernel_groups import covered, group_seconds, table
 from ds_trainer.utils.files import write_json, write_text_atomic
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.units import counted
@@ -39,9 +40,20 @@ class StepProfiler:
         available: steps of the run. If it is too short, there is less or no warm-up, or fewer steps are profiled.
         directory: output directory of the run.
         device: device of this rank.
+        best: seconds of the parts of a step that is as fast as the planner thinks it can be; None if it does not know.
+        standing: what to say about a step of so many seconds.
     """
 
-    def __init__(self, steps: int, available: int, directory: Path, device: torch.device) -> None:
+    def __init__(
+        self,
+        steps: int,
+        available: int,
+        directory: Path,
+        device: torch.device,
+        best: Mapping[str, float] | None = None,
+        standing: Callable[[float], str] | None = None,
+    ) -> None:
+        self._best, self._standing = best, standing
         self._steps = min(steps, available)
         self._to_skip = min(WARMUP_STEPS, available - self._steps)
         self._directory = directory / FOLDER
@@ -101,8 +113,10 @@ class StepProfiler:
         self._directory.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._directory / TRACE))
         figures = step_profile(profiler, self._done)
-        write_json(self._directory / FIGURES, figures.to_dict())
-        text = page_text(figures, TRACE)
+        best = {} if self._best is None else {"at_best": dict(self._best)}
+        write_json(self._directory / FIGURES, {**figures.to_dict(), **best})
+        standing = self._standing(figures.seconds) if self._standing else ""
+        text = page_text(figures, TRACE, self._best, standing)
         write_text_atomic(self._directory / PAGE, text)
         logger.info("profile of %s (%s):\n%s", counted(self._done, "step"), self._directory / PAGE, text)
 
@@ -130,11 +144,27 @@ def step_profile(profiler: Any, steps: int) -> StepProfile:
     # Ranges of record_function are on the timeline of the device too, from their first kernel to their last one.
     on_device = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
     kernels = [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
+    ranges = [event for event in events if event.name == PHASE_PREFIX + UPDATE]
+    updates = [(e.time_range.start, e.time_range.end) for e in ranges if (e.device_type.name == "CPU") != bool(kernels)]
+    phases = [span for span in spans if span.kind in PHASES.values()]
+    begin, end = min((one.start for one in phases), default=0.0), max((one.end for one in phases), default=0.0)
+    computed = [(*kernel, kernel[2] - kernel[1]) for kernel in kernels if "nccl" not in kernel[0].lower()]
+    wires = [kernel[1:] for kernel in kernels if "nccl" in kernel[0].lower()]
+    if kernels:  # the device runs behind the host
+        end = max(end, *(last for _, _, last in kernels))
+    else:
+        computed = [
+            (event.name, event.time_range.start, event.time_range.end, event.self_cpu_time_total)
+            for event in on_host
+            if kind_of(event.name) is Kind.OPERATOR
+        ]
+        wires = [(span.start, span.end) for span in spans if span.kind is Kind.COMMUNICATION]
     return StepProfile(
         steps,
         {part: seconds / steps for part, seconds in breakdown(spans).items()},
         rows[:_OPERATORS],
         DeviceTimes.of(kernels, steps) if kernels else None,
+        group_seconds(computed, wires, updates, (begin, end), steps),
     )
 
 
@@ -276,14 +306,10 @@ class DeviceTimes:
             )
             seconds[kind] += (end - start) / 1e6
             by_name[name] += end - start  # type: ignore[assignment]  # a Counter of floats
-        busy, until = 0.0, float("-inf")
-        for _, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
-        whole = until - min(start for _, start, _ in kernels)
+        whole = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
         return cls(
             **{kind: value / steps for kind, value in seconds.items()},
-            idle=(whole - busy) / 1e6 / steps,
+            idle=(whole - covered((start, end) for _, start, end in kernels)) / 1e6 / steps,
             kernels=len(kernels) / steps,
             longest=[(name, value / 1e6 / steps) for name, value in by_name.most_common(10)],
         )
@@ -298,12 +324,14 @@ class StepProfile:
         parts: seconds of each part on the host (:data:`ds_trainer.monitor.step_profiler.PARTS`).
         operators: ``(name, seconds of its own, calls)`` of the operators that took the most time of the host.
         device: times on the GPU; None without one.
+        groups: seconds of each group of kernels, on a CPU of operators (:mod:`ds_trainer.monitor.kernel_groups`).
     """
 
     steps: int
     parts: dict[str, float]
     operators: list[tuple[str, float, float]]
     device: DeviceTimes | None = None
+    groups: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -315,12 +343,14 @@ class StepProfile:
         return {"step_seconds": self.seconds, **asdict(self)}
 
 
-def page_text(profile: StepProfile, trace: str) -> str:
-    """The page in Markdown: parts, advice, operators, and kernels if there are any."""
+def page_text(profile: StepProfile, trace: str, best: Mapping[str, float] | None = None, standing: str = "") -> str:
+    """The page in Markdown: groups of kernels beside the planner's best, parts, advice, operators, kernels if any."""
     whole = profile.seconds or 1.0
     lines = [
         f"# Where the time of a step goes: mean of {counted(profile.steps, 'step')}, {1e3 * profile.seconds:.1f} ms",
         "",
+        *([standing, ""] if standing else []),
+        *(table(profile.groups, best) if profile.groups else []),
         "| part | ms | share |",
         "|---|---:|---:|",
         *(f"| {part} | {1e3 * value:.2f} | {100 * value / whole:.1f} % |" for part, value in profile.parts.items()),

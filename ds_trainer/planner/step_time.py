@@ -8,6 +8,7 @@ The fractions (:data:`EFFICIENCY`) are those of published runs, listed in ``test
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import log
 
 from ds_trainer.planner.bucket_sizes import Network, prefetch_bucket, reduce_bucket
 from ds_trainer.planner.candidate import IMBALANCE, Candidate
@@ -52,12 +53,14 @@ class StepTime:
         seconds: the estimate.
         high: the opposite of ``low``.
         parts: seconds of each part of the estimate, in order. Hidden communication is not counted.
+        best: those of ``low``.
     """
 
     low: float
     seconds: float
     high: float
     parts: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
 
 
 def step_time(model: PlannedModel, candidate: Candidate, cluster: Cluster) -> StepTime:
@@ -67,7 +70,7 @@ def step_time(model: PlannedModel, candidate: Candidate, cluster: Cluster) -> St
         ValueError: the device has no figure for the precision.
     """
     low, usual, high = (_parts(model, candidate, cluster, level) for level in range(3))
-    return StepTime(sum(low.values()), sum(usual.values()), sum(high.values()), usual)
+    return StepTime(sum(low.values()), sum(usual.values()), sum(high.values()), usual, low)
 
 
 def usual_seconds(model: PlannedModel, candidate: Candidate, cluster: Cluster) -> float:
@@ -85,6 +88,30 @@ def mfu(model: PlannedModel, candidate: Candidate, cluster: Cluster, seconds: fl
     trained = model.trainable / model.total if model.lora_rank else 1.0
     flops = candidate.global_batch * (products * (2 + trained) + attention * 3)
     return flops / (seconds * _peak(cluster, candidate) * candidate.world_size)
+
+
+# Billions of parameters, FLOPs utilization on H100 in bf16, source: the highest that was found in November 2026.
+_PUBLISHED = (
+    (1.2, 0.418, "llm-foundry, 8 x H100, 2,048 tokens"),
+    (2.7, 0.423, "llm-foundry, 8 x H100, 4,096 tokens"),
+    (6.7, 0.48, "fms-fsdp, 128 x H100, 4,096 tokens"),
+    (32.0, 0.394, "torchtitan issue 1690, Qwen3, 8 x H100"),
+    (70.0, 0.426, "llm-foundry, 64 x H100, 2,048 tokens"),
+)
+
+
+def standing(model: PlannedModel, candidate: Candidate, cluster: Cluster, seconds: float) -> str:
+    """FLOPs utilization of a step that takes ``seconds``, beside the best published one of a dense model of its size.
+
+    Raises:
+        ValueError: the device has no figure for the precision.
+    """
+    text = f"Model FLOPs utilization: {100 * mfu(model, candidate, cluster, seconds):.1f} %"
+    size, published, source = min(_PUBLISHED, key=lambda row: abs(log(row[0] * 1e9 / model.total)))
+    near = 0.5 < size * 1e9 / model.total < 2
+    if not near or model.lora_rank or model.stack.experts or "H100" not in cluster.device.upper():
+        return f"{text}."
+    return f"{text}. The best published one for {size:g}B: {100 * published:.1f} % ({source})."
 
 
 def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) -> dict[str, float]:

@@ -85,8 +85,8 @@ class Job(ABC):
     def report(self, results: Mapping[str, Any], evaluation: Any) -> str:
         """The printed report, from the content of ``results.json``."""
 
-    def run(self) -> dict[str, Any]:
-        """Train, evaluate, save the model, and report. Called by every rank.
+    def run(self, only_train: bool = False) -> dict[str, Any]:
+        """Train, evaluate, save the model, and report; ``only_train``: nothing after training. Called by every rank.
 
         The output directory has the files of the :class:`~ds_trainer.training.trainer.Trainer`, the weights with the
         tokenizer, and ``results.json``, which is written last and so exists only if the run succeeded.
@@ -110,6 +110,8 @@ class Job(ABC):
             (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
         called = time.perf_counter()
         output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if only_train:
+            return {}
         trained, phases = time.perf_counter(), trainer._ds_trainer.telemetry.phase_seconds()
         evaluation = self.evaluate(trainer)
         evaluated = time.perf_counter()

@@ -346,7 +346,8 @@ class RunSetup:
             from ds_trainer.monitor.step_profiler import StepProfiler
 
             left = run.plan.max_steps - assembly.events.state.global_step
-            profiler = StepProfiler(args.profile_steps, left, assembly.output_dir, assembly.device)
+            known = assembly.estimator.at_best()
+            profiler = StepProfiler(args.profile_steps, left, assembly.output_dir, assembly.device, *known)
             health.on_phase = profiler.phase
         return TrainLoop(
             run=run,

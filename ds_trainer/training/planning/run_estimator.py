@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from ds_trainer.planner.plan import MARGIN, Plan
 from ds_trainer.planner.plan_report import seconds
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.remedies import cheapest_changes, describe_change
-from ds_trainer.planner.step_time import StepTime, step_time
+from ds_trainer.planner.step_time import StepTime, standing, step_time
 from ds_trainer.training.job_devices import JobDevices
 from ds_trainer.training.planning.candidates import candidate_of, main_input_name, sequence_length, unknown_activations
 from ds_trainer.training.startup.configuration import TrainerInputs
@@ -71,6 +72,11 @@ class RunEstimate:
         time = step_time(self.model, self.candidate, self.devices.cluster)
         factor = 1.0 if self.calibration is None else self.calibration.step_seconds
         return replace(time, low=time.low * factor, seconds=time.seconds * factor, high=time.high * factor)
+
+    def standing(self, seconds: float) -> str:
+        """FLOPs utilization of a step of ``seconds`` on known devices, beside published ones."""
+        assert self.devices is not None
+        return standing(self.model, self.candidate, self.devices.cluster, seconds)
 
     def line(self) -> str:
         """For the header of a run."""
@@ -204,6 +210,12 @@ class RunEstimator:
             "device_bytes": memory.device if devices is not None and devices.is_gpu else None,
             "incomplete": self.estimate.unknown,
         }
+
+    def at_best(self) -> tuple[Mapping[str, float] | None, Callable[[float], str] | None]:
+        """For a profile: seconds of the parts of the fastest step, what to say of a measured one; None if unknown."""
+        if self.estimate is None or self.estimate.time is None:
+            return None, None
+        return self.estimate.time.best, self.estimate.standing
 
     def release(self) -> None:
         """Drop the reference to the model."""
