@@ -23,6 +23,26 @@ def test_profile_sets_the_argument(steps: str, capsys: pytest.CaptureFixture[str
     assert not (tmp_path / "out").exists()
 
 
+def test_profile_keeps_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A run that says where its time goes. " * 300)
+    values = {
+        "data.train": f"[{tmp_path}/*.txt]",
+        "data.sequence_length": "32",
+        "model.architecture.hidden_size": "16",
+        "model.architecture.intermediate_size": "32",
+        "model.architecture.num_hidden_layers": "1",
+        "arguments.output_dir": str(tmp_path / "out"),
+        "arguments.self_test": "never",
+    }
+    options = ["profile", RECIPE, "--steps", "2", *(f"--{key}={value}" for key, value in values.items())]
+    assert pool(1).run(partial(main_with_cache, options, str(tmp_path / "cache"))) == [0]
+    assert not (tmp_path / "out").exists()
+    directory = tmp_path / "out-profile"
+    page = (directory / "profile" / "profile.md").read_text()
+    assert "mean of 2 steps" in page and "| matrix products |" in page
+    assert not [*directory.rglob("*.safetensors"), *directory.rglob("checkpoint-*"), *directory.rglob("results.json")]
+
+
 def main_with_cache(options: list[str], cache: str) -> int:
     """The command in a rank, whose environment is its own."""
     with pytest.MonkeyPatch.context() as patch:

@@ -41,7 +41,8 @@ NOT_HERE = {
     r"ds-trainer plan .* --probe": "measures a GPU",
     r"ds-trainer checkpoint export .* --merge-lora": "of a run with adapters; tests/checkpoint/export has one",
     r"ds-trainer checkpoint convert DIR/checkpoint-N ": "N is the number that the command above it prints",
-    r"ds-trainer train RECIPE --profile 5": "tests/training/loop/test_step_profiler.py runs it"
+    r"ds-trainer train RECIPE --profile 5": "tests/training/loop/test_step_profiler.py runs it",
+    r"ds-trainer profile RECIPE": "tests/cli/test_train.py runs it",
 }  # fmt: skip
 # Blocks whose commands are alternatives: each has the directory as it was.
 ALTERNATIVES = ("docs/explanation/checkpoints.md", "docs/how-to/run-unchanged-scripts.md", "docs/how-to/chat.md")

@@ -82,6 +82,11 @@ def test_the_page_says_where_the_time_goes(tmp_path: Path) -> None:
     assert figures["steps"] == 3
     assert sum(parts.values()) == pytest.approx(figures["step_seconds"])
     assert parts["data"] >= 2 * PAUSE
+    groups = figures["groups"]
+    assert groups["matrix products"] > 0 and groups["optimizer"] > 0 and groups["idle"] >= 4 * PAUSE
+    assert groups["communication, exposed"] == pytest.approx(parts["communication"], abs=1e-9)
+    every = sum(value for group, value in groups.items() if group != "communication, hidden")
+    assert every == pytest.approx(figures["step_seconds"], rel=0.05)
     assert parts["Python"] >= 2 * PAUSE
     assert parts["callbacks"] >= PAUSE / 2  # between three steps there are two pauses
     assert all(parts[part] > 0 for part in ("forward", "backward", "optimizer"))
