@@ -27,6 +27,7 @@ def test_profile_keeps_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A run that says where its time goes. " * 300)
     values = {
         "data.train": f"[{tmp_path}/*.txt]",
+        "data.held_out_every": "0",
         "data.sequence_length": "32",
         "model.architecture.hidden_size": "16",
         "model.architecture.intermediate_size": "32",
