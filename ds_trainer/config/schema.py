@@ -188,7 +188,7 @@ class Schema:
                 if not section.open:
                     unknown += 1
                     hinted = unknown <= _MOST_HINTS or key in TrainingArguments.__dataclass_fields__
-                    yield from self._unknown(below, key, section, path, home, off, hinted)
+                    yield from self._unknown(below, key, section, path, home, off=off, hinted=hinted)
             elif name in given:
                 other, where = given[name]
                 yield KeyFinding(full, f"{below.where}: {full} is another name of {other} ({where}); keep one of them.")
