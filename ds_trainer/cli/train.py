@@ -85,8 +85,8 @@ def run_profile(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "eval_strategy": "no",
         "load_best_model_at_end": "false",
     }
-    words = [f"--arguments.{name}={value}" for name, value in values.items()]
-    _job_of(load_recipe(options.recipe, [*overrides, *words])).run(only_train=True)
+    words = [*overrides, *(f"--arguments.{name}={value}" for name, value in values.items())]
+    _job_of(load_recipe(options.recipe, words)).run(only_train=True)
     return 0
 
 
@@ -98,7 +98,6 @@ ranks use a launcher: deepspeed --num_gpus 2 --module ds_trainer profile RECIPE.
     configure=configure_profile,
     run=run_profile,
 )
-"""``ds-trainer profile``."""
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -29,7 +29,6 @@ _NAMES = (
         r"|^aten::(mm|bmm|addmm|baddbmm|mv|addmv|dot|matmul|linear|_grouped_mm|_scaled_mm)\b",
     ),
 )
-_PATTERNS = tuple((group, re.compile(pattern)) for group, pattern in _NAMES)
 
 # Parts of the planner's step (planner/step_time.py) by group.
 _PLANNED = {
@@ -37,17 +36,11 @@ _PLANNED = {
     "uneven experts": PRODUCTS,
     "attention": ATTENTION,
     "element-wise": OTHERS,
-    "optimizer": OPTIMIZER,
-    "optimizer on the host": OPTIMIZER,
-    "ZeRO communication": EXPOSED,
-    "tensor and sequence parallelism": EXPOSED,
-    "exchange of tokens": EXPOSED,
-    "offload transfers": COPIES,
-    "offloaded activations": COPIES,
-    "weights from NVMe": COPIES,
-    "optimizer states on NVMe": COPIES,
+    **dict.fromkeys(("optimizer", "optimizer on the host"), OPTIMIZER),
+    **dict.fromkeys(("ZeRO communication", "tensor and sequence parallelism", "exchange of tokens"), EXPOSED),
+    **dict.fromkeys(("offload transfers", "offloaded activations"), COPIES),
+    **dict.fromkeys(("weights from NVMe", "optimizer states on NVMe"), COPIES),
 }
-_MEMORY_BOUND = (OTHERS, NORMS, LOSS)  # the planner has one figure for them
 
 _SETTINGS = {
     PRODUCTS: "Set bf16=True if it is off, and increase per_device_train_batch_size: small products do not fill "
@@ -65,8 +58,7 @@ _SETTINGS = {
 
 def group_of(name: str) -> str:
     """The group of a kernel or an operator that computes; what no pattern knows is element-wise."""
-    lower = name.lower()
-    return next((group for group, pattern in _PATTERNS if pattern.search(lower)), OTHERS)
+    return next((group for group, pattern in _NAMES if re.search(pattern, name.lower())), OTHERS)
 
 
 def covered(intervals: Iterable[Interval]) -> float:
@@ -95,9 +87,8 @@ def group_seconds(
         steps: number of steps.
     """
     begin, end = window
-    inside = [row for row in computed if row[1] < end and row[2] > begin]
     wires = [(max(one[0], begin), min(one[1], end)) for one in communication if one[0] < end and one[1] > begin]
-    found = dict.fromkeys(GROUPS, 0.0)
+    inside, found = [row for row in computed if row[1] < end and row[2] > begin], dict.fromkeys(GROUPS, 0.0)
     for name, start, _, own in inside:
         found[OPTIMIZER if any(one <= start < last for one, last in updates) else group_of(name)] += own
     kernels = [(max(start, begin), min(last, end)) for _, start, last, _ in inside]
@@ -117,18 +108,15 @@ def table(found: Mapping[str, float], best: Mapping[str, float] | None) -> list[
     lines = ["| group | ms | share |" + " at best, ms |" * bool(best), "|---|---:|---:|" + "---:|" * bool(best)]
     for group, value in found.items():
         share = "" if group == HIDDEN else f"{100 * value / whole:.1f} %"
-        reached = "" if group in (HIDDEN, NORMS, LOSS) else f"{1e3 * at_best[group]:.2f}"
-        lines.append(f"| {group} | {1e3 * value:.2f} | {share} |" + f" {reached} |" * bool(best))
-    lines.append("")
+        reached = f" {1e3 * at_best[group]:.2f} |" if group not in (HIDDEN, NORMS, LOSS) else " |"
+        lines.append(f"| {group} | {1e3 * value:.2f} | {share} |" + reached * bool(best))
+    lines += [""]
     if best:
         gaps = {group: found[group] - at_best[group] for group in _SETTINGS}
-        gaps[OTHERS] = sum(found[group] for group in _MEMORY_BOUND) - at_best[OTHERS]
+        gaps[OTHERS] = found[OTHERS] + found[NORMS] + found[LOSS] - at_best[OTHERS]
         largest = max(gaps, key=lambda group: gaps[group])
-        lines += [
-            "*At best* is what the planner counts for this model if kernels are as fast as they get; that of "
-            "element-wise kernels includes norms, softmax and loss.",
-            "",
-        ]
+        text = "*At best* is what the planner counts for this model if kernels are as fast as they get; that of "
+        lines += [f"{text}element-wise kernels includes norms, softmax and loss.", ""]
         if gaps[largest] > 0:
             lines += [f"**Largest gap: {largest}**, {1e3 * gaps[largest]:.1f} ms. {_SETTINGS[largest]}", ""]
     return lines

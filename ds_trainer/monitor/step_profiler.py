@@ -113,8 +113,7 @@ class StepProfiler:
         self._directory.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._directory / TRACE))
         figures = step_profile(profiler, self._done)
-        best = {} if self._best is None else {"at_best": dict(self._best)}
-        write_json(self._directory / FIGURES, {**figures.to_dict(), **best})
+        write_json(self._directory / FIGURES, {**figures.to_dict(), **({"at_best": self._best} if self._best else {})})
         standing = self._standing(figures.seconds) if self._standing else ""
         text = page_text(figures, TRACE, self._best, standing)
         write_text_atomic(self._directory / PAGE, text)
@@ -146,8 +145,8 @@ def step_profile(profiler: Any, steps: int) -> StepProfile:
     kernels = [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
     ranges = [event for event in events if event.name == PHASE_PREFIX + UPDATE]
     updates = [(e.time_range.start, e.time_range.end) for e in ranges if (e.device_type.name == "CPU") != bool(kernels)]
-    phases = [span for span in spans if span.kind in PHASES.values()]
-    begin, end = min((one.start for one in phases), default=0.0), max((one.end for one in phases), default=0.0)
+    phases = [span for span in spans if span.kind in PHASES.values()] or [Span(0, 0, Kind.COMPUTE)]
+    begin, end = min(one.start for one in phases), max(one.end for one in phases)
     computed = [(*kernel, kernel[2] - kernel[1]) for kernel in kernels if "nccl" not in kernel[0].lower()]
     wires = [kernel[1:] for kernel in kernels if "nccl" in kernel[0].lower()]
     if kernels:  # the device runs behind the host
@@ -164,7 +163,7 @@ def step_profile(profiler: Any, steps: int) -> StepProfile:
         {part: seconds / steps for part, seconds in breakdown(spans).items()},
         rows[:_OPERATORS],
         DeviceTimes.of(kernels, steps) if kernels else None,
-        group_seconds(computed, wires, updates, (begin, end), steps),
+        group_seconds(computed, wires, updates, window=(begin, end), steps=steps),
     )
 
 

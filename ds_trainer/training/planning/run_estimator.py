@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,11 +73,6 @@ class RunEstimate:
         time = step_time(self.model, self.candidate, self.devices.cluster)
         factor = 1.0 if self.calibration is None else self.calibration.step_seconds
         return replace(time, low=time.low * factor, seconds=time.seconds * factor, high=time.high * factor)
-
-    def standing(self, seconds: float) -> str:
-        """FLOPs utilization of a step of ``seconds`` on known devices, beside published ones."""
-        assert self.devices is not None
-        return standing(self.model, self.candidate, self.devices.cluster, seconds)
 
     def line(self) -> str:
         """For the header of a run."""
@@ -213,9 +209,10 @@ class RunEstimator:
 
     def at_best(self) -> tuple[Mapping[str, float] | None, Callable[[float], str] | None]:
         """For a profile: seconds of the parts of the fastest step, what to say of a measured one; None if unknown."""
-        if self.estimate is None or self.estimate.time is None:
+        found = self.estimate
+        if found is None or found.devices is None or found.time is None:
             return None, None
-        return self.estimate.time.best, self.estimate.standing
+        return found.time.best, partial(standing, found.model, found.candidate, found.devices.cluster)
 
     def release(self) -> None:
         """Drop the reference to the model."""
