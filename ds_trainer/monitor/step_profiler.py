@@ -113,7 +113,7 @@ class StepProfiler:
         self._directory.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._directory / TRACE))
         figures = step_profile(profiler, self._done)
-        write_json(self._directory / FIGURES, {**figures.to_dict(), **({"at_best": self._best} if self._best else {})})
+        write_json(self._directory / FIGURES, figures.to_dict() | ({"at_best": self._best} if self._best else {}))
         standing = self._standing(figures.seconds) if self._standing else ""
         text = page_text(figures, TRACE, self._best, standing)
         write_text_atomic(self._directory / PAGE, text)

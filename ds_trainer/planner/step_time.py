@@ -108,12 +108,8 @@ def standing(model: PlannedModel, candidate: Candidate, cluster: Cluster, second
     """
     text = f"Model FLOPs utilization: {100 * mfu(model, candidate, cluster, seconds):.1f} %"
     size, published, source = min(_PUBLISHED, key=lambda row: abs(log(row[0] * 1e9 / model.total)))
-    if (
-        not 0.5 < size * 1e9 / model.total < 2
-        or model.lora_rank
-        or model.stack.experts > 1
-        or "H100" not in cluster.device.upper()
-    ):
+    comparable = 0.5 < size * 1e9 / model.total < 2 and "H100" in cluster.device.upper()
+    if not comparable or model.lora_rank or model.stack.experts > 1:
         return f"{text}."
     return f"{text}. The best published one for {size:g}B: {100 * published:.1f} % ({source})."
 
