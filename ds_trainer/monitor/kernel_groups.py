@@ -110,13 +110,12 @@ def table(found: Mapping[str, float], best: Mapping[str, float] | None) -> list[
         share = "" if group == HIDDEN else f"{100 * value / whole:.1f} %"
         reached = f" {1e3 * at_best[group]:.2f} |" if group not in (HIDDEN, NORMS, LOSS) else " |"
         lines.append(f"| {group} | {1e3 * value:.2f} | {share} |" + reached * bool(best))
-    lines += [""]
     if best:
         gaps = {group: found[group] - at_best[group] for group in _SETTINGS}
         gaps[OTHERS] = found[OTHERS] + found[NORMS] + found[LOSS] - at_best[OTHERS]
         largest = max(gaps, key=lambda group: gaps[group])
         text = "*At best* is what the planner counts for this model if kernels are as fast as they get; that of "
-        lines += [f"{text}element-wise kernels includes norms, softmax and loss.", ""]
+        lines += ["", f"{text}element-wise kernels includes norms, softmax and loss."]
         if gaps[largest] > 0:
-            lines += [f"**Largest gap: {largest}**, {1e3 * gaps[largest]:.1f} ms. {_SETTINGS[largest]}", ""]
-    return lines
+            lines += ["", f"**Largest gap: {largest}**, {1e3 * gaps[largest]:.1f} ms. {_SETTINGS[largest]}"]
+    return [*lines, ""]
