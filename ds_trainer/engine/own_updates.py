@@ -23,6 +23,7 @@ from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
 
@@ -41,7 +42,7 @@ _OTHER = (
     "into one optimizer (override create_optimizer), or train on one rank with zero_stage=0 in float32."
 )
 _FOREIGN = (
-    "%s.step() was called for tensors that are not parameters of the model. Each of %d ranks updates its own copy, "
+    "%s.step() was called for tensors that are not parameters of the model. Each of %s updates its own copy, "
     "with the gradient of its own samples: make their module a part of the model, or average the gradients with "
     "self.accelerator.reduce(parameter.grad, reduction='mean')."
 )
@@ -155,4 +156,4 @@ class OwnUpdates:
             raise ConfigError(_OTHER.format(name=name, stage=engine.stage, dtype=engine.precision, ranks=ranks))
         if ranks > 1 and not self._warned:
             self._warned = True
-            (logger.warning if distributed.rank() == 0 else logger.debug)(_FOREIGN, name, ranks)
+            (logger.warning if distributed.rank() == 0 else logger.debug)(_FOREIGN, name, counted(ranks, "rank"))

@@ -9,8 +9,9 @@ from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.step_time import exchanged_bytes
 from tests.planner.test_divided_experts import model
 
+pytestmark = pytest.mark.extended
 
-@pytest.mark.extended
+
 def test_what_is_counted_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> None:
     experts.main(["--tokens", "64", "--devices", "64", "--models", "30B-A3B"])
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]

@@ -179,7 +179,8 @@ class MicroBatchRunner:
         contribution = rule.contribution(loss, local, items)
         by_source = losses.sources.window
         passes = self._engine.passes
-        dummy = isinstance(inputs, Dummy) or losses.empty or (passes is not None and passes.is_dummy)
+        dummy = isinstance(inputs, Dummy) or (passes is not None and passes.is_dummy)
+        dummy = dummy or (losses.empty and not rule.normalized)  # which counts the items of each micro-batch
         if dummy:
             contribution = contribution * 0.0
         elif by_source is not None:
