@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.data.batch_structure import number_of_samples
-from ds_trainer.engine.zero3.shard_access import ReleasedWeight
+from ds_trainer.engine.zero3.shard_access import ReleasedWeight, ShardAccess
 from ds_trainer.training.loop.batch_splitting import samples_of_batch
 from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
@@ -74,7 +74,7 @@ def _is_of_script(frame: Any) -> bool:
     return False
 
 
-_WRAPPERS = ("deepspeed.comm", "deepspeed.utils", "ds_trainer.accelerator", "ds_trainer.utils")
+_WRAPPERS = ("deepspeed.comm", "deepspeed.utils", "ds_trainer.accelerator", "ds_trainer.utils", ShardAccess.__module__)
 _ENGINES = ("deepspeed.", "ds_trainer.", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
