@@ -51,15 +51,14 @@ class UnusedParameters:
     def dummy(self, gradient: torch.Tensor) -> Iterator[None]:
         """Context of the backward pass of a micro-batch without samples, whose gradients are ``gradient``, 0 or nan."""
         seen, trained = self._seen, [weight for weight in self._module.parameters() if weight.requires_grad]
-        ignored = set() if seen is None else seen.without_gradient()
         with ExitStack() as stack:
             for weight in trained:  # 0 / 0, which a loss without samples may be, has a gradient of nan
                 stack.callback(weight.register_hook(lambda found: torch.zeros_like(found) + gradient).remove)
             if seen is not None:
-                seen.ignored = ignored
+                seen.ignored = seen.without_gradient()
             yield
         if seen is not None:
-            seen.forget(ignored)
+            seen.forget(seen.ignored)  # none, if they were reduced in the meantime
             seen.ignored = set()
 
     def interrupted(self) -> None:

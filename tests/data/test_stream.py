@@ -198,8 +198,8 @@ def test_ranks_that_read_equal_data_agree() -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("longer on rank 1", "they have read [4, 6] batches"),
-        ("ends a window later", "they have read [3, 4] batches"),
+        ("longer on rank 1", "they have read [4, 6] of its batches"),
+        ("ends a window later", "they have read [3, 4] of its batches"),
         ("other data on rank 1", "The ranks read different data after batch 0"),
     ],
 )

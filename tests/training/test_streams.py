@@ -322,7 +322,7 @@ def test_a_loader_of_a_subclass_may_have_no_length(tmp_path: Path) -> None:
 
 def test_uneven_loaders_without_length_are_reported_on_all_ranks(tmp_path: Path) -> None:
     for message in pool(2).run(run_with, UnevenLoader, str(tmp_path)):
-        assert "they have read [4, 5] batches" in message
+        assert "they have read [4, 5] of its batches" in message
 
 
 # -- shards in another layout ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ _LOOKS = frozenset(
         *("__hash__", "__repr__", "__len__", "data_ptr", "device", "dim", "dtype", "element_size", "grad", "grad_fn"),
         *("is_complex", "is_contiguous", "is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_sparse", "layout"),
         *("names", "ndim", "numel", "register_hook", "requires_grad", "requires_grad_", "retains_grad", "shape"),
-        *("size", "stride", "type", "_version"),
+        *("size", "storage_offset", "stride", "type", "untyped_storage", "_version"),
     )
 )
 """Functions and attributes of tensors that do not use values."""
