@@ -84,11 +84,11 @@ class OverlappedReduction:
         buckets = self._optimizer.ipg_buckets
         for dtype in sorted(buckets, key=str) if comm_dtype is None else [comm_dtype]:
             if buckets[dtype].params:
-                self._send(buckets[dtype], dtype)
+                self._send(buckets[dtype], dtype, fills_again=comm_dtype is not None)
         while self._pending and (comm_dtype is None or not self._overlaps):
             self._complete()
 
-    def _send(self, bucket: Any, dtype: torch.dtype) -> None:
+    def _send(self, bucket: Any, dtype: torch.dtype, fills_again: bool) -> None:
         from deepspeed import comm
 
         optimizer = self._optimizer
@@ -120,7 +120,7 @@ class OverlappedReduction:
             sent.append(_Sent(comm.all_reduce(summed, group=group, async_op=True), summed, listed))
         self._pending.append((bucket, _Bucket(buffer if large is None else None, sent, entries)))
         bucket.clear()
-        if large is None:
+        if large is None and fills_again:
             bucket.buffer[bucket.index] = self._free_buffer(bucket, buffer)
 
     def _large(self, parameter: Any) -> torch.Tensor:

@@ -90,9 +90,9 @@ def share_sent_early(stage: int, accumulation: int, overlaps: bool, directory: s
     MODELS["watched"] = (lambda: watched(state), TOKENS, {})
     send = overlapped_reduction.OverlappedReduction._send
 
-    def counted(self: Any, bucket: Any, dtype: Any) -> None:
+    def counted(self: Any, bucket: Any, dtype: Any, fills_again: bool) -> None:
         sent[not state["complete"]] += bucket.elements
-        send(self, bucket, dtype)
+        send(self, bucket, dtype, fills_again)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(overlapped_reduction.OverlappedReduction, "_send", counted)

@@ -74,8 +74,10 @@ def test_a_run_of_today_is_that_of_the_file(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     of_ranks = pool(case.ranks).run(benchmark.measure, case, str(tmp_path))
     found = {phase: max(one[phase] for one in of_ranks) for phase in of_ranks[0]}
+    # The file is from before ZeRO 2 filled a second bucket while the first one is sent: here 2 of 46 MB.
+    allowed = 0.05 if "ZeRO 2" in name else 0.01
     for phase in ("between", *benchmark.MOMENTS):
-        assert found[phase] == pytest.approx(MEASURED[name][phase], rel=0.01), phase
+        assert found[phase] == pytest.approx(MEASURED[name][phase], rel=allowed), phase
 
 
 @pytest.mark.extended
