@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ds_trainer.engine.expert_parallel import is_expert
 from ds_trainer.engine.gradient_norm import GradientNorm
 from ds_trainer.engine.seen_gradients import SeenGradients
 from ds_trainer.engine.state.separate_steps import SeparateSteps
@@ -50,12 +51,15 @@ class UnusedParameters:
     @contextmanager
     def dummy(self, gradient: torch.Tensor) -> Iterator[None]:
         """Context of the backward pass of a micro-batch without samples, whose gradients are ``gradient``, 0 or nan."""
-        seen, trained = self._seen, [weight for weight in self._module.parameters() if weight.requires_grad]
+        # Divided experts have the gradients of other ranks' tokens.
+        seen, weights = self._seen, self._module.parameters()
+        trained = [weight for weight in weights if weight.requires_grad and not is_expert(weight)]
         with ExitStack() as stack:
             for weight in trained:  # 0 / 0, which a loss without samples may be, has a gradient of nan
                 stack.callback(weight.register_hook(lambda found: torch.zeros_like(found) + gradient).remove)
             if seen is not None:
-                seen.ignored = seen.without_gradient()
+                lacking = seen.without_gradient()
+                seen.ignored = {index for index in lacking if not is_expert(seen.parameters[index])}
             yield
         if seen is not None:
             seen.forget(seen.ignored)  # none, if they were reduced in the meantime
