@@ -143,9 +143,8 @@ class LossComputation:
 
     def release(self) -> None:
         """Drop the references to the model."""
-        self._smoother = self.sharder = self.watched = None
+        self._smoother = self.sharder = self.watched = self.loader = self._superseded = None
         self.chunked.release()
-        self.loader = self._superseded = None
         self._counted, self.batches = {}, ()
 
     def count_step(self, batches: Sequence[Any], device: torch.device) -> ItemCount:
