@@ -223,7 +223,7 @@ def test_a_preempted_job_is_left_to_the_scheduler(
     seen: list[int] = []
     monkeypatch.setattr(runner, "_run_once", lambda plan, job, number, requests: seen.append(number) or end)
     monkeypatch.setattr(runner, "_FIRST_PAUSE", 0.0)
-    end = restarts.JobEnd(REQUEUE)
+    end = restarts.AttemptEnd(REQUEUE)
     target = Target("x.py")
     request = LaunchRequest(target, 1, 1, max_restarts=1, restart_preempted=restarts_preempted, job_dir=str(tmp_path))
     assert runner.run(request) == REQUEUE

@@ -93,13 +93,13 @@ def replace_transformers(announce: bool = True) -> None:
     Raises:
         ConfigError: modules imported before define subclasses of the original classes; nothing is replaced then.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _ReplacementFinder) for finder in sys.meta_path):
         return
     originals = _originals()
     problems = [problem for value, name in originals.values() for problem in _subclass_problems(value, name, originals)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _ReplacementFinder())
     set_replaced(_join_ranks)
     if originals:
         _replace_globals(originals)
@@ -121,7 +121,7 @@ def _join_ranks(args: Any) -> None:
 # -- imported afterwards -----------------------------------------------------------------------------------------------
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _ReplacementFinder(importlib.abc.MetaPathFinder):
     """Finds the modules of :data:`REPLACED`, and gives them a loader of this file."""
 
     def find_spec(

@@ -23,7 +23,7 @@ UNSEEN = "nothing shows it while training"
 
 
 @dataclass(frozen=True)
-class Row:
+class LibraryRow:
     """What one file of ds_trainer depends on.
 
     Attributes:
@@ -49,20 +49,20 @@ def of(owner: str, *names: str) -> tuple[str, ...]:
 
 ENGINE_ROWS = (
     # -- engine construction
-    Row(
+    LibraryRow(
         "engine/optimizer_state_init.py",
         "the optimizer takes a step with zero gradients at construction",
         UNSEEN,
         replaces=of(UNFUSED, "initialize_optimizer_states"),
         relies_on=of(UNFUSED, "__init__"),
     ),
-    Row(
+    LibraryRow(
         "engine/adagrad.py",
         "Adagrad loses the settings of its groups under ZeRO",
         UNSEEN,
         replaces=(*of(ZERO12, "initialize_optimizer_states"), *of(ZERO3, "initialize_optimizer_states")),
     ),
-    Row(
+    LibraryRow(
         "engine/scalar_parameters.py",
         "models with zero-dimensional parameters are rejected",
         RAISES,
@@ -71,7 +71,7 @@ ENGINE_ROWS = (
             *of(PARTITION, "Init._zero_init_param", "GatheredParameters._exit"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/placement.py",
         "weights are loaded at the wrong time, or in the wrong dtype",
         "the check of loaded weights",
@@ -81,7 +81,7 @@ ENGINE_ROWS = (
             *of("deepspeed.runtime.keep_in_fp32:", "keep_buffers_in_fp32", "keep_in_fp32_pattern"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/placement.py",
         "shards of ZeRO-3 are wrong",
         f"{SELF_TEST}, and the check of loaded weights",
@@ -90,20 +90,20 @@ ENGINE_ROWS = (
             *of(GROUPS, "_get_zero_param_intra_parallel_group"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/parameter_data.py",
         "a parameter loses its identity when its elements are replaced",
         RAISES,
         relies_on=("torch.utils:swap_tensors", "deepspeed.runtime.engine:CASTABLE_DTYPES"),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/creation_memory.py",
         "creating a ZeRO-3 engine needs more memory and traffic",
         "a warning at creation",
         replaces=of(ZERO3, "_create_fp32_partitions", "create_reduce_and_remove_grad_hooks"),
         relies_on=("deepspeed.runtime.zero.stage3:defragment", *of(ZERO3, "initialize_optimizer_states")),
     ),
-    Row(
+    LibraryRow(
         "engine/topology.py",
         "ranks reduce over wrong groups",
         "an error at start if sizes or members differ",
@@ -118,7 +118,7 @@ ENGINE_ROWS = (
             "_get_zero_param_intra_parallel_group",
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/expert_parallel.py",
         "gradients of experts are reduced or averaged over wrong ranks",
         "the self-test, which trains a mixture where experts are divided",
@@ -129,7 +129,7 @@ ENGINE_ROWS = (
             "deepspeed.moe.utils:is_moe_param",
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/zero3/parts.py",
         "closed engines stay in memory, and the next one gathers with their coordinator",
         UNSEEN,
@@ -139,33 +139,33 @@ ENGINE_ROWS = (
             *of(OFFLOAD, "_register_deepspeed_module"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/evaluation_engine.py",
         "model.training is True in evaluations",
         UNSEEN,
         replaces=of(ENGINE, "train", "eval"),
     ),
-    Row(
+    LibraryRow(
         "engine/muon_compilation.py",
         "a start takes two seconds longer",
         UNSEEN,
         replaces=("deepspeed.runtime.compiler:compile",),
         relies_on=("deepspeed.runtime.zero.muon.original_muon:zeropower_via_newtonschulz5",),
     ),
-    Row(
+    LibraryRow(
         "engine/meta_engine.py",
         "the engine of a dry run differs from the real one",
         "the tests of dry runs only",
         replaces=("deepspeed.ops.op_builder.builder:OpBuilder.load", "deepspeed.runtime.zero.stage3:defragment"),
     ),
-    Row(
+    LibraryRow(
         "engine/training_engine.py",
         "secrets are written into checkpoints; a loss is scaled twice",
         f"{SELF_TEST} (the scale of the loss)",
         relies_on=of(ENGINE, "backward", "_backward_prologue", "step", "_take_model_step", "was_step_applied"),
     ),
     # -- gradients and steps
-    Row(
+    LibraryRow(
         "engine/backward_passes.py",
         "gradients of backward passes that a script runs itself are divided or lost",
         UNSEEN,
@@ -178,14 +178,14 @@ ENGINE_ROWS = (
             EXECUTES,
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/training_engine.py",
         "float32 without ZeRO is clipped by a wrong norm",
         SELF_TEST,
         replaces=of(ENGINE, "clip_fp32_gradients"),
         relies_on=of(ENGINE, "_take_model_step", "allreduce_gradients", "buffered_allreduce_fallback"),
     ),
-    Row(
+    LibraryRow(
         "engine/finite_step.py",
         "a step that must be skipped is applied: non-finite gradients and loss spikes reach the weights",
         f"{SELF_TEST}, and an error if a skipped step was applied",
@@ -202,7 +202,7 @@ ENGINE_ROWS = (
             *of(ENGINE, "_take_model_step", "was_step_applied"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/gradient_norm.py",
         "gradients are clipped by a wrong norm at ZeRO 1 to 3",
         SELF_TEST,
@@ -215,7 +215,7 @@ ENGINE_ROWS = (
             "deepspeed.runtime.zero.utils:get_norm_dtype",
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/gradient_partitions.py",
         "gradients of ZeRO 1 and 2 are read at the wrong elements",
         SELF_TEST,
@@ -230,7 +230,7 @@ ENGINE_ROWS = (
             *of(ZERO12, "allreduce_and_copy_with_multiple_ranks", "_get_compact_grad_partition_slice"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/host_time.py",
         "the end of a backward pass is seen too early, and gradients are not reduced",
         SELF_TEST,
@@ -246,7 +246,7 @@ ENGINE_ROWS = (
             EXECUTES,
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/overlapped_reduction.py",
         "gradients are read before they are summed, or buckets of different gradients are added",
         SELF_TEST,
@@ -257,7 +257,7 @@ ENGINE_ROWS = (
             *of(ZERO12, "_fill_param_grad_accum_attribute", "independent_gradient_partition_epilogue"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/reduction_order.py",
         "ranks that use different modules hang, or add gradients of different parameters",
         f"{SELF_TEST} (gradients of equal modules)",
@@ -267,7 +267,7 @@ ENGINE_ROWS = (
         ),
         relies_on=of(ZERO12, "process_gradients", "setup_buckets", "get_gradient_for_reduction", "backward_epilogue"),
     ),
-    Row(
+    LibraryRow(
         "engine/seen_gradients.py",
         "parameters that a step does not use are moved, or keep the gradient of an earlier step",
         UNSEEN,
@@ -282,7 +282,7 @@ ENGINE_ROWS = (
             *of(ZERO3, "reduce_independent_p_g_buckets_and_remove_grads", "create_reduce_and_remove_grad_hooks"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/state/separate_steps.py",
         "parameters that a step does not use are moved by momentum and weight decay",
         UNSEEN,
@@ -294,7 +294,7 @@ ENGINE_ROWS = (
             *of(UNFUSED, "step"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/reduction_dtypes.py",
         "gradients are reduced or accumulated in another dtype",
         f"{SELF_TEST} (to the tolerance of 16 bits)",
@@ -308,7 +308,7 @@ ENGINE_ROWS = (
             *of(ENGINE, "_backward_epilogue", "buffered_allreduce_fallback"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/zero3/leaf_modules.py",
         "gradients of a leaf module are reduced before they are computed",
         RAISES,
@@ -317,7 +317,7 @@ ENGINE_ROWS = (
             *of(ZERO3, "create_reduce_and_remove_grad_hooks"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/zero3/coalesced_collectives.py",
         "weights or gradients of ZeRO-3 are cut at the wrong elements",
         "self-test: compares with DeepSpeed's own, and leaves it to DeepSpeed if they differ",
@@ -333,7 +333,7 @@ ENGINE_ROWS = (
             *of(PARTITION, "Init._partition", "Init._partition_param", "free_param"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/zero3/parts.py",
         "weights of ZeRO-3 are gathered or freed at the wrong time",
         f"{SELF_TEST}: gradients of a model whose weights are gathered with these hooks",
@@ -350,7 +350,7 @@ ENGINE_ROWS = (
             "torch.autograd.function:Function.apply",
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/zero3/module_guard.py",
         "ranks that call different modules hang, or exchange parameters of different modules",
         UNSEEN,
@@ -364,7 +364,7 @@ ENGINE_ROWS = (
             "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/whole_weights.py",
         "generation gathers all weights for every token, or uses released ones",
         RAISES,
@@ -373,19 +373,19 @@ ENGINE_ROWS = (
             *of(ZERO3, "empty_partition_cache"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/zero3/registered_hooks.py",
         "hooks are lost when a library registers DeepSpeed's again",
         UNSEEN,
         replaces=of(OFFLOAD, "_register_deepspeed_module"),
     ),
-    Row(
+    LibraryRow(
         "engine/rehearsal.py",
         "a trial pass of a batch-size search communicates, and ranks hang",
         "the report of a hang",
         replaces=("deepspeed.comm.comm:cdb", "deepspeed.runtime.zero.utils:assert_ints_same_as_other_ranks"),
     ),
-    Row(
+    LibraryRow(
         "engine/interrupted_pass.py",
         "gradients of an interrupted pass are left in buckets, and a repeated pass leaves out wrong collectives",
         UNSEEN,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.engine.engine_rows import Row
+from ds_trainer.engine.engine_rows import LibraryRow
 from ds_trainer.engine.library_rows import ROWS
 
 DIGESTS = Path(__file__).with_name("library_functions.json")
@@ -45,7 +45,7 @@ class Change:
     version: str
     missing: bool
     tested: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LibraryRow, ...]
 
     def __str__(self) -> str:
         tested = ", ".join(self.tested) or "no version"
@@ -65,16 +65,16 @@ def known_digests() -> dict[str, dict[str, list[str]]]:
     return digests
 
 
-def functions(rows: Iterable[Row] = ROWS) -> dict[str, tuple[Row, ...]]:
+def functions(rows: Iterable[LibraryRow] = ROWS) -> dict[str, tuple[LibraryRow, ...]]:
     """Every function of the table, with the rows that name it."""
-    found: dict[str, tuple[Row, ...]] = {}
+    found: dict[str, tuple[LibraryRow, ...]] = {}
     for row in rows:
         for name in (*row.replaces, *row.relies_on):
             found[name] = (*found.get(name, ()), row)
     return found
 
 
-def changed_functions(rows: Iterable[Row] = ROWS) -> list[Change]:
+def changed_functions(rows: Iterable[LibraryRow] = ROWS) -> list[Change]:
     """The functions of installed packages whose source is none of the known ones. Takes seconds: it parses files."""
     known, changes = known_digests(), []
     for name, of_rows in functions(rows).items():
@@ -90,7 +90,7 @@ def changed_functions(rows: Iterable[Row] = ROWS) -> list[Change]:
     return changes
 
 
-def source_files(rows: Iterable[Row] = ROWS) -> list[Path]:
+def source_files(rows: Iterable[LibraryRow] = ROWS) -> list[Path]:
     """The files of installed packages that contain the functions of the table."""
     found = {_file_of(name.partition(":")[0]) for name in functions(rows)}
     return sorted(path for path in found if path is not None)

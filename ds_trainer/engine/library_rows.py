@@ -19,7 +19,7 @@ from ds_trainer.engine.engine_rows import (
     UNSEEN,
     ZERO3,
     ZERO12,
-    Row,
+    LibraryRow,
     of,
 )
 
@@ -30,21 +30,21 @@ C10D = "torch.distributed.distributed_c10d:"
 ROWS = (
     *ENGINE_ROWS,
     # -- tensor parallelism
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/repairs.py",
         "sums over tensor-parallel ranks are discarded, gradients are wrong",
         TP_SELF_TEST,
         replaces=of(LAYERS, "RowParallel.forward", "ColumnParallel.backward", "AsyncColumnParallel.backward"),
         relies_on=of(LAYERS, "RowParallel.backward", "ColumnParallel.forward", "AsyncColumnParallel.forward"),
     ),
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/repairs.py",
         "layers without elements on a rank are rejected, or inputs are compared in vain",
         RAISES,
         replaces=of(COORDINATOR, "fetch_sub_module"),
         relies_on=of(ENGINE, "_configure_tensor_parallel"),
     ),
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/partitioning.py",
         "the optimizer holds an old embedding, or its slice is saved as the whole",
         UNSEEN,
@@ -55,7 +55,7 @@ ROWS = (
             "deepspeed.module_inject.tp_shard:get_shard_size_list",
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/partitioning.py",
         "slices are cut differently from the plan that ds_trainer has checked",
         TP_SELF_TEST,
@@ -69,7 +69,7 @@ ROWS = (
             *of(LAYERS, "LinearLayer.forward", "LinearAllreduce.forward"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/partitioning.py",
         "an adapter is dropped, or partitioned differently from its layer",
         UNSEEN,
@@ -79,7 +79,7 @@ ROWS = (
             *of("peft.tuners.lora.layer:", "Linear.forward"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/partition_check.py",
         "a plan is accepted that DeepSpeed reads differently",
         "an error if no parameter is partitioned",
@@ -89,20 +89,20 @@ ROWS = (
             "deepspeed.module_inject.autotp_config:AutoTPConfig.find_matching_spec",
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/vocab_parallel_head.py",
         "losses and metrics read a slice of the logits",
         RAISES,
         relies_on=of(LAYERS, "VocabParallelLinear", "GatherFromTensorParallelRegion"),
     ),
-    Row(
+    LibraryRow(
         "engine/tensor_parallel/partitioning.py",
         "dropout masks of different slices are equal",
         UNSEEN,
         relies_on=of(LAYERS, "LinearAllreduce.forward", "SubParamLinearAllreduce", "SubParamLinearLayer"),
     ),
     # -- optimizer states
-    Row(
+    LibraryRow(
         "engine/state/flat_partitions.py",
         "checkpoints describe wrong elements of weights and optimizer states",
         "the check of loaded states",
@@ -114,53 +114,53 @@ ROWS = (
             *of(UNFUSED, "__init__"),
         ),
     ),
-    Row(
+    LibraryRow(
         "engine/state/state_shards.py",
         "weights are not refreshed from loaded masters, or offloaded states are read in the middle of a step",
         "the check of loaded states",
         relies_on=(*of(ZERO3, "checkpoint_event_prologue", "checkpoint_event_epilogue"),),
     ),
     # -- process groups and libraries
-    Row(
+    LibraryRow(
         "engine/process_group.py",
         "DeepSpeed compiles an operator on CPUs; groups of a closed engine are kept",
         UNSEEN,
         replaces=("deepspeed.ops:__getattr__",),
         relies_on=of(GROUPS, "_release_process_group_references"),
     ),
-    Row(
+    LibraryRow(
         "utils/collective_limit.py",
         "the limit of collectives (ddp_timeout) does not hold for groups that DeepSpeed creates",
         "the report of a hang",
         replaces=of(C10D, "default_pg_timeout", "default_pg_nccl_timeout"),
         relies_on=of(C10D, "new_group", "split_group", "_world", "_set_pg_timeout", "set_timeout"),
     ),
-    Row(
+    LibraryRow(
         "utils/store.py",
         "ranks cannot exchange messages through the store",
         RAISES,
         relies_on=of(C10D, "_get_default_store"),
     ),
-    Row(
+    LibraryRow(
         "utils/failures.py",
         "a rank waits for the others when it ends after an error",
         "the report of a hang",
         relies_on=of(C10D, "_abort_process_group"),
     ),
-    Row(
+    LibraryRow(
         "parallel/groups.py",
         "creating a group of one rank enters a communicator of all ranks",
         "the report of a hang",
         relies_on=of(C10D, "new_group", "split_group"),
     ),
-    Row(
+    LibraryRow(
         "monitor/health/waits.py",
         "seconds of waiting are not counted, and a hang is described without its collective",
         UNSEEN,
         replaces=("torch._C._distributed_c10d:Work.wait",),
         relies_on=("torch._C._distributed_c10d:Work", *of(C10D, "_world")),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/transformers_zero3.py",
         "from_pretrained in a callback becomes a collective, or generate stops at different tokens",
         "the report of a hang",
@@ -170,70 +170,70 @@ ROWS = (
         ),
         relies_on=of("transformers.integrations.deepspeed:", "is_deepspeed_zero3_enabled", "set_hf_deepspeed_config"),
     ),
-    Row(
+    LibraryRow(
         "engine/quantized_weights.py",
         "4-bit weights are repacked for inference in evaluation, and train without gradients",
         RAISES,
         replaces=("bitsandbytes.nn.modules:Linear4bit.forward",),
         relies_on=of("bitsandbytes.nn.modules:", "Params4bit", "Int8Params"),
     ),
-    Row(
+    LibraryRow(
         "engine/activation_checkpointing.py",
         "DeepSpeed's options of activation checkpointing have no effect",
         UNSEEN,
         replaces=("transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing",),
         relies_on=("transformers.modeling_layers:GradientCheckpointingLayer",),
     ),
-    Row(
+    LibraryRow(
         "training/model/activation_offload.py",
         "activations are not moved to the host",
         "the memory of a step",
         relies_on=("transformers.modeling_layers:GradientCheckpointingLayer",),
     ),
-    Row(
+    LibraryRow(
         "training/model/chunked_loss/linear_head.py",
         "a loss in tiles skips what torch.compile has made of the head",
         "the check of the tiled loss at start",
         relies_on=("torch.nn.modules.module:Module._call_impl", "torch.nn.modules.module:Module._wrapped_call_impl"),
     ),
-    Row(
+    LibraryRow(
         "training/loop/source_losses.py",
         "losses by source of data are those of another loss",
         UNSEEN,
         replaces=("torch.nn.functional:cross_entropy",),
         relies_on=of("transformers.loss.loss_utils:", "fixed_cross_entropy", "ForCausalLMLoss"),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/empty_model.py",
         "a model is created in memory instead of on meta",
         RAISES,
         replaces=("torch.nn.modules.module:Module.register_parameter",),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/empty_model.py",
         "a large tensor is filled too early or never",
         "the check of loaded weights",
         relies_on=("torch.storage:UntypedStorage",),
     ),
-    Row(
+    LibraryRow(
         "engine/loading/initialization_record.py",
         "new weights are drawn differently from a model that is created in memory",
         UNSEEN,
         replaces=("torch.nn.init:_no_grad_trunc_normal_",),
     ),
-    Row(
+    LibraryRow(
         "utils/accelerate_state.py",
         "accelerate starts a process group of its own",
         RAISES,
         relies_on=of("accelerate.state:PartialState.", "__init__", "_reset_state"),
     ),
-    Row(
+    LibraryRow(
         "checkpoint/weights/saved_names.py",
         "weights are saved under other names or in another layout",
         "the check of loaded weights",
         relies_on=of("transformers.core_model_loading:", "WeightConverter", "WeightRenaming", "PrefixChange"),
     ),
-    Row(
+    LibraryRow(
         "checkpoint/loading/name_mapping.py",
         "weights are read from other names or in another layout",
         "the check of loaded weights",
@@ -242,55 +242,55 @@ ROWS = (
             "transformers.conversion_mapping:get_model_conversion_mapping",
         ),
     ),
-    Row(
+    LibraryRow(
         "checkpoint/loading/expected_weights.py",
         "weights of a file are reported as missing, or missing ones are not",
         "the check of loaded weights",
         relies_on=of("transformers.core_model_loading:", "rename_source_key", "dot_natural_key"),
     ),
-    Row(
+    LibraryRow(
         "training/loading/build_on_meta.py",
         "weights stay in another dtype than transformers gives them",
         "the check of loaded weights",
         relies_on=of("transformers.core_model_loading:", "build_glob_alternation"),
     ),
-    Row(
+    LibraryRow(
         "checkpoint/converters/conversion.py",
         "slices of tensor-parallel checkpoints are merged wrongly",
         "the check of loaded weights",
         relies_on=("deepspeed.checkpoint.ds_to_universal:merge_tp_slices",),
     ),
-    Row(
+    LibraryRow(
         "samples/chat/rendering.py",
         "templates are rendered otherwise than apply_chat_template renders them",
         UNSEEN,
         relies_on=of("transformers.utils.chat_template_utils:", "_compile_jinja_template", "render_jinja_template"),
     ),
-    Row(
+    LibraryRow(
         "planner/activations/device_probe.py",
         "the planner measures another attention mask",
         UNSEEN,
         replaces=("transformers.masking_utils:find_packed_sequence_indices",),
     ),
-    Row(
+    LibraryRow(
         "config/rules/zero_rules.py",
         "a combination that this version supports is refused",
         RAISES,
         relies_on=of(PARTITION, "Init._partition_param", "Init._partition_param_sec"),
     ),
-    Row(
+    LibraryRow(
         "config/rules/precision_rules.py",
         "quantized gradients of dtypes that this version supports are refused",
         RAISES,
         relies_on=("deepspeed.runtime.comm.coalesced_collectives:all_to_all_quant_reduce",),
     ),
-    Row(
+    LibraryRow(
         "utils/row_random.py",
         "a loss that draws random numbers is measured with others for each sample, and its mean is not recognized",
         UNSEEN,
         relies_on=of("torch.utils._python_dispatch:TorchDispatchMode.", "__init__", "__enter__", "__exit__"),
     ),
-    Row(
+    LibraryRow(
         "data/stream.py",
         "a stream that shards itself by worker is read in part",
         UNSEEN,

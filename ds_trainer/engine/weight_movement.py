@@ -137,14 +137,14 @@ def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([norm.to(device) for norm in torch._foreach_norm(list(tensors), 2, torch.float64)])
 
 
-class Difference(NamedTuple):
+class WeightDifference(NamedTuple):
     """A tensor of which ranks hold different copies: its name, and a rank that holds another one than rank 0 does."""
 
     name: str
     rank: int
 
 
-def different_copies(model: nn.Module, groups: ParallelGroups, buffers: bool) -> list[Difference]:
+def different_copies(model: nn.Module, groups: ParallelGroups, buffers: bool) -> list[WeightDifference]:
     """The tensors whose copies on several ranks differ. Collective: one small all-reduce; waits for the device.
 
     Parameters that ZeRO 3 shards have copies on tensor-parallel ranks only.
@@ -175,14 +175,14 @@ def different_copies(model: nn.Module, groups: ParallelGroups, buffers: bool) ->
     return list(_with_ranks([name for (name, _), one in zip(named, found, strict=True) if one], own.cpu(), found))
 
 
-def _with_ranks(names: Sequence[str], own: torch.Tensor, found: Sequence[bool]) -> Iterable[Difference]:
+def _with_ranks(names: Sequence[str], own: torch.Tensor, found: Sequence[bool]) -> Iterable[WeightDifference]:
     """Each of the different tensors with the first rank whose copy is another than that of rank 0. Collective."""
     if not names:
         return
     values = distributed.gather_numbers(own[torch.tensor(found)])
     for column, name in enumerate(names):
         others = ((values[:, column] - values[0, column]).abs() > _SAME * values[0, column].abs()).nonzero()
-        yield Difference(name, int(others[0]) if len(others) else 0)
+        yield WeightDifference(name, int(others[0]) if len(others) else 0)
 
 
 def broken_ties(model: nn.Module) -> Iterator[str]:

@@ -22,7 +22,7 @@ SHARED_NAME = ".ds_trainer_launch"
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedJob:
     """One job: its id, its directory, and the stop file, whose existence asks the ranks to stop."""
 
     directory: Path
@@ -46,7 +46,7 @@ class Job:
 class Attempt:
     """One start of a job's ranks."""
 
-    job: Job
+    job: LaunchedJob
     number: int
 
     @property

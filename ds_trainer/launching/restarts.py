@@ -26,7 +26,7 @@ HISTORY = "starts.json"
 
 
 @dataclass(frozen=True)
-class JobEnd:
+class AttemptEnd:
     """How one start of a job ended.
 
     Attributes:
@@ -80,23 +80,23 @@ def job_code(launcher_code: int, found: Mapping[int, RankOutcome], expected: int
     return (FAILED if code == DONE and len(found) < expected else code), None
 
 
-def job_end(directory: Path, launcher_code: int, found: Mapping[int, RankOutcome], expected: int) -> JobEnd:
+def job_end(directory: Path, launcher_code: int, found: Mapping[int, RankOutcome], expected: int) -> AttemptEnd:
     """How a start of a job ended; ``directory`` has what its ranks recorded. The rest: see :func:`job_code`."""
     code, cause = job_code(launcher_code, found, expected)
     saved = outcomes.checkpoint_was_written(directory)
     blamed = outcomes.read_blame(directory) if code in (HUNG, FAULT) else None
     if blamed is not None:  # the others only waited for that rank
-        return JobEnd(code, blamed.rank, blamed.host, saved, blamed.error)
+        return AttemptEnd(code, blamed.rank, blamed.host, saved, blamed.error)
     if cause is None or code == TERMINATED:  # by somebody outside
-        return JobEnd(code, saved=saved)
+        return AttemptEnd(code, saved=saved)
     # Ranks that end for another one have its exit code, and may be faster; what they record as an error is their own.
     ended = [cause] if signal_name(code) else [cause, *sorted(found.values(), key=lambda one: one.time)]
     errors = ((one, outcomes.read_error(directory, one.rank)) for one in ended)
     cause, error = next((pair for pair in errors if pair[1]), (cause, cause.reason))
-    return JobEnd(code, cause.rank, cause.host, saved, error)
+    return AttemptEnd(code, cause.rank, cause.host, saved, error)
 
 
-def decide(ends: Mapping[int, JobEnd]) -> Decision:
+def decide(ends: Mapping[int, AttemptEnd]) -> Decision:
     """What follows the last of ``ends``: those of a job's starts, by number.
 
     A start that something else has ended, such as SLURM when a node dies, has none.
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     state, start, launcher_code = Path(argv[0]), int(argv[1]), int(argv[2])
     directory, history = state / f"outcomes.{start}", state / HISTORY
     ended = outcomes.read_outcomes(directory)
-    ends = {int(key): JobEnd(**value) for key, value in (read_json(history) if history.exists() else {}).items()}
+    ends = {int(key): AttemptEnd(**value) for key, value in (read_json(history) if history.exists() else {}).items()}
     end = ends[start] = job_end(directory, launcher_code, ended, expected=1)
     write_json(history, {str(key): asdict(value) for key, value in ends.items()})
     decision = decide(ends)

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_trainer.launching.commands import build
-from ds_trainer.launching.job import CONNECTION, JOB_ID, SHARED_NAME, STOP_FILE, Job
+from ds_trainer.launching.job import CONNECTION, JOB_ID, SHARED_NAME, STOP_FILE, LaunchedJob
 from ds_trainer.launching.launch_plan import LaunchPlan, plan_launch
 from ds_trainer.launching.launch_request import LaunchRequest
-from ds_trainer.launching.restarts import EXCLUDED_AFTER, JobEnd, decide
+from ds_trainer.launching.restarts import EXCLUDED_AFTER, AttemptEnd, decide
 from ds_trainer.launching.supervision import Requests, Supervisor, print_message
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import REQUEUE
@@ -51,10 +51,10 @@ def run(request: LaunchRequest) -> int:
     directory = _job_directory(plan)
     directory.mkdir(parents=True)
     stop_file = os.environ.get(STOP_FILE)
-    job = Job(directory, Path(stop_file) if stop_file else directory / "stop")
+    job = LaunchedJob(directory, Path(stop_file) if stop_file else directory / "stop")
     requests = Requests()
     pause = _FIRST_PAUSE
-    ends: dict[int, JobEnd] = {}
+    ends: dict[int, AttemptEnd] = {}
     try:
         with requests.handled():
             for number in range(request.max_restarts + 1):
@@ -102,7 +102,7 @@ def _without(plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
     return spared
 
 
-def _run_once(plan: LaunchPlan, job: Job, number: int, requests: Requests) -> JobEnd:
+def _run_once(plan: LaunchPlan, job: LaunchedJob, number: int, requests: Requests) -> AttemptEnd:
     attempt = job.attempt(number)
     command = build(plan, attempt.directory, attempt.environment(), os.environ)
     command.write_files()
@@ -121,7 +121,7 @@ def _job_directory(plan: LaunchPlan) -> Path:
     )
 
 
-def _clean_up_over_pdsh(plan: LaunchPlan, job: Job) -> None:
+def _clean_up_over_pdsh(plan: LaunchPlan, job: LaunchedJob) -> None:
     """End the processes of this job on every machine: a pdsh that is killed leaves its remote commands running."""
     command = shlex.join([sys.executable, "-m", "ds_trainer.launching.processes", JOB_ID, job.id])
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))

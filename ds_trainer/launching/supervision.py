@@ -21,7 +21,7 @@ from ds_trainer.launching.processes import (
     prepare_child,
     processes_of_job,
 )
-from ds_trainer.launching.restarts import JobEnd, job_end
+from ds_trainer.launching.restarts import AttemptEnd, job_end
 from ds_trainer.utils.errors import listed
 from ds_trainer.utils.exit_codes import DONE
 from ds_trainer.utils.outcomes import RankOutcome, read_error, read_outcomes, recording
@@ -107,7 +107,7 @@ class Supervisor:
         self._told = False  # that a rank has ended long before the others
         self._known: dict[int, RankOutcome] = {}  # so that a poll does not open the files of all ranks
 
-    def run(self) -> JobEnd:
+    def run(self) -> AttemptEnd:
         """Run the launcher until it ends; returns how the job ended."""
         adopt_orphans()
         environment = os.environ | self.command.environment
@@ -201,7 +201,7 @@ class Supervisor:
     def _is_complete(self) -> bool:
         return set(self.expected) <= set(self._outcomes())
 
-    def _end(self, launcher_code: int) -> JobEnd:
+    def _end(self, launcher_code: int) -> AttemptEnd:
         outcomes = read_outcomes(self.attempt.outcome_dir)  # again: a wrapper may correct what its rank has recorded
         end = job_end(self.attempt.outcome_dir, launcher_code, outcomes, len(self.expected))
         # The cause comes first: ranks that end for another one may be faster.

@@ -13,7 +13,7 @@ from ds_trainer.recipes.task_data import Reading
 from ds_trainer.recipes.task_job import TaskJob, task_tokenizer
 from ds_trainer.samples.sources.marks import ReadKeys
 from ds_trainer.samples.sources.record import BadRecord, Record
-from ds_trainer.samples.sources.rows import Row
+from ds_trainer.samples.sources.rows import SourceRow
 from ds_trainer.utils.errors import ConfigError, did_you_mean
 from ds_trainer.utils.units import whole_number
 
@@ -81,7 +81,7 @@ class LabeledRows:
         self.label_key = str(options.get("label_key", "label"))
         self.pair_key: str | None = options.get("text_pair_key")
 
-    def __call__(self, row: Row) -> Record:
+    def __call__(self, row: SourceRow) -> Record:
         """The record.
 
         Raises:

@@ -15,7 +15,7 @@ from ds_trainer.samples.chat.problems import SampleProblem
 from ds_trainer.samples.images.image_encoder import ImageEncoder
 from ds_trainer.samples.sources.formats import RecordFormat, recognize
 from ds_trainer.samples.sources.record import BadLine, BadLines, BadRecord, Record
-from ds_trainer.samples.sources.rows import Row, read_rows
+from ds_trainer.samples.sources.rows import SourceRow, read_rows
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
@@ -133,14 +133,14 @@ def _embeddings(sources: Sequence[Source], tokenizer: Any) -> DataSurvey | None:
     """The survey of samples for embeddings; None if the first row is none, or could also be for a language model."""
     rows = (row for source in sources for file in source.files for row in read_rows(file))
     first = next(rows, None)
-    known = embedding_format(first.value) if isinstance(first, Row) else None
-    if not isinstance(first, Row) or known is None or isinstance(recognize(first.value), RecordFormat):
+    known = embedding_format(first.value) if isinstance(first, SourceRow) else None
+    if not isinstance(first, SourceRow) or known is None or isinstance(recognize(first.value), RecordFormat):
         return None
     lengths: list[int] = []
     samples = bad = 0
     for row in islice(chain([first], rows), COUNTED):
         try:
-            fields = read_row(row).fields if isinstance(row, Row) else None
+            fields = read_row(row).fields if isinstance(row, SourceRow) else None
         except BadRecord:
             fields = None
         samples, bad = samples + (fields is not None), bad + (fields is None)
@@ -165,7 +165,7 @@ def _has_images(record: Record) -> bool:
 def _label_key(sources: Sequence[Source]) -> str | None:
     """The key of a label beside the text in the first row of the first source, if there is one."""
     for row in read_rows(sources[0].files[0]):
-        if isinstance(row, BadLine) or not isinstance(row, Row) or not isinstance(row.value, dict):
+        if isinstance(row, BadLine) or not isinstance(row, SourceRow) or not isinstance(row.value, dict):
             return None
         return next((key for key in _LABELS if isinstance(row.value.get(key), str | int)), None)
     return None

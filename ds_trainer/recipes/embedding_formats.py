@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_trainer.samples.sources.marks import ReadKeys
 from ds_trainer.samples.sources.record import BadRecord, Record
-from ds_trainer.samples.sources.rows import Row
+from ds_trainer.samples.sources.rows import SourceRow
 
 KIND = "embedding"
 PAIRS, TRIPLETS, SCORED = "pairs", "triplets", "pairs with scores"
@@ -33,7 +33,7 @@ def embedding_format(value: Any) -> tuple[str, tuple[str, ...]] | None:
     return next(((name, keys) for name, keys in FORMATS if all(key in value for key in keys)), None)
 
 
-def read_row(row: Row) -> Record:
+def read_row(row: SourceRow) -> Record:
     """The record of a row.
 
     Raises:

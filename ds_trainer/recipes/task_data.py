@@ -27,13 +27,13 @@ from ds_trainer.samples.prepared.key import (
     file_states,
     known_digest_of_files,
 )
-from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once, published
+from ds_trainer.samples.prepared.once import Waiting, WriterHeartbeat, made_once, published
 from ds_trainer.samples.prepared.prepare import default_directory
 from ds_trainer.samples.sources.formats import RecordFormat
 from ds_trainer.samples.sources.held_out import HeldOut
 from ds_trainer.samples.sources.mixture import Mixture
 from ds_trainer.samples.sources.record import BadLine, BadLines, BadRecord, Record
-from ds_trainer.samples.sources.rows import Row, read_rows
+from ds_trainer.samples.sources.rows import SourceRow, read_rows
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import flush, read_json, user_path, write_json
@@ -63,7 +63,7 @@ class Reading:
     kind: str
     row: Callable[[Record], dict[str, Any]]
     code: str
-    from_row: Callable[[Row], Record] | None = None
+    from_row: Callable[[SourceRow], Record] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -116,7 +116,7 @@ def read_task_data(spec: DataSpec, reading: Reading, seed: int = 42) -> TaskData
     key, _ = content_key(digest, _identity(spec, reading, sources), "records")
     final = root / f"{key[:32]}.records"
 
-    def make(heartbeat: Heartbeat) -> TaskData:
+    def make(heartbeat: WriterHeartbeat) -> TaskData:
         heartbeat.doing = f"reading the samples of task {reading.task}"
         if final.exists():
             logger.warning("%s is damaged; it is written again.", final, extra=EVERY_RANK)
@@ -281,7 +281,7 @@ def _shown(shape: Mapping[str, type]) -> str:
     return ", ".join(f"{name!r} ({_TYPES.get(kind, kind.__name__)})" for name, kind in shape.items())
 
 
-def _records(source: Source, from_row: Callable[[Row], Record] | None, bad: BadLines) -> Iterator[Record]:
+def _records(source: Source, from_row: Callable[[SourceRow], Record] | None, bad: BadLines) -> Iterator[Record]:
     if from_row is None:
         yield from source.read(bad)
         return

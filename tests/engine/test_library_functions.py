@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.engine import library_functions
-from ds_trainer.engine.engine_rows import Row
+from ds_trainer.engine.engine_rows import LibraryRow
 from ds_trainer.engine.library_functions import (
     MISSING,
     changed_functions,
@@ -104,7 +104,7 @@ def test_a_changed_and_a_missing_function_are_named_with_their_risk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imitation(tmp_path, SOURCE, monkeypatch)
-    row = Row(
+    row = LibraryRow(
         "engine/some.py", "weights are wrong", "self-test", ("imitated.part:Engine.step",), ("imitated.part:gone",)
     )
     known = {"imitated.part:Engine.step": {"0123456789ab": ["0.9"]}, "imitated.part:gone": {"0123456789ab": ["0.9"]}}
@@ -117,7 +117,7 @@ def test_a_changed_and_a_missing_function_are_named_with_their_risk(
 
 
 def test_a_package_that_is_not_installed_is_not_compared() -> None:
-    assert changed_functions([Row("engine/some.py", "", "self-test", ("not_installed.part:function",))]) == []
+    assert changed_functions([LibraryRow("engine/some.py", "", "self-test", ("not_installed.part:function",))]) == []
 
 
 def test_comparing_imports_no_package() -> None:

@@ -31,7 +31,7 @@ from ds_trainer.samples.chat.problems import RenderError
 from ds_trainer.samples.chat.rendering import Renderer
 from ds_trainer.samples.chat.templates import load_template
 from ds_trainer.samples.prepared.block_file import DamagedDataset
-from ds_trainer.samples.prepared.manifest import Manifest as DataManifest
+from ds_trainer.samples.prepared.manifest import DatasetManifest
 from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
@@ -88,7 +88,7 @@ def _template(text: str) -> None:
 
 
 def _manifest(text: str) -> None:
-    for read in (Manifest.read, DataManifest.read):
+    for read in (Manifest.read, DatasetManifest.read):
         Path("kept").mkdir(exist_ok=True)
         _file("kept/manifest.json", text)
         read(Path("kept"))

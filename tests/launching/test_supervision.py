@@ -20,7 +20,7 @@ from ds_trainer.launching.hosts import read_hostfile
 from ds_trainer.launching.launch_plan import LaunchPlan
 from ds_trainer.launching.launch_request import LaunchRequest, Target
 from ds_trainer.launching.processes import end_processes, processes_of_job
-from ds_trainer.launching.restarts import JobEnd, decide, job_code, job_end
+from ds_trainer.launching.restarts import AttemptEnd, decide, job_code, job_end
 from ds_trainer.utils.outcomes import Blame, RankOutcome, record_blame, record_checkpoint, record_error
 from tests.launching import fake_launcher
 
@@ -218,8 +218,8 @@ def test_the_code_of_a_job(launcher: int, codes: tuple[int, ...], expected: int)
     assert job_code(launcher, outcomes(*codes), max(2, len(codes)))[0] == expected
 
 
-def end(code: int, host: str = "a", saved: bool = False) -> JobEnd:
-    return JobEnd(code, 0, host, saved)
+def end(code: int, host: str = "a", saved: bool = False) -> AttemptEnd:
+    return AttemptEnd(code, 0, host, saved)
 
 
 @pytest.mark.parametrize("code", [74, 76, 134, 135, 137, 139])
@@ -256,11 +256,13 @@ def test_a_hang_is_that_of_the_machine_that_the_others_wait_for(
 ) -> None:
     monkeypatch.setenv("DS_TRAINER_OUTCOME_DIR", str(tmp_path))
     record_blame(Blame(1, "stopped", "it does not respond"))
-    assert job_end(tmp_path, 1, outcomes(76, 137), 2) == JobEnd(76, 1, "stopped", False, "it does not respond")
+    assert job_end(tmp_path, 1, outcomes(76, 137), 2) == AttemptEnd(76, 1, "stopped", False, "it does not respond")
     record_checkpoint()
     assert job_end(tmp_path, 1, outcomes(137, 76), 2).saved
     assert job_end(tmp_path, 1, outcomes(1, 76, 1), 3).code == 76
-    assert job_end(tmp_path, 1, outcomes(143), 2) == JobEnd(143, saved=True)  # by somebody outside: no machine is named
+    assert job_end(tmp_path, 1, outcomes(143), 2) == AttemptEnd(
+        143, saved=True
+    )  # by somebody outside: no machine is named
 
 
 def test_the_rank_with_the_error_is_named_although_others_ended_before_it(tmp_path: Path) -> None:

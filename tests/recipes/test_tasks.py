@@ -19,7 +19,7 @@ from ds_trainer.recipes.classification_job import LabeledRows, classification_me
 from ds_trainer.recipes.embedding_formats import read_row
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.recipes.task_data import Reading, TaskData, read_task_data
-from ds_trainer.samples.sources.rows import Row
+from ds_trainer.samples.sources.rows import SourceRow
 from ds_trainer.utils.errors import ConfigError
 from tests.cli.test_init import ROWS
 from tests.support.chat_model import save_chat_model
@@ -238,9 +238,9 @@ def test_keys_that_no_rule_of_a_task_reads(tmp_path: Path) -> None:
         trained = len(found.train)
         assert found.unread["rating"] == trained and found.unread["margin"] in (trained, trained - 1)
     labeled = LabeledRows(load_recipe(recipe(tmp_path, "classification", "labels.jsonl")))
-    assert labeled(Row("x:1", {"text": "a", "label": 3, "id": 7, "note": None})).unread == ("id",)
+    assert labeled(SourceRow("x:1", {"text": "a", "label": 3, "id": 7, "note": None})).unread == ("id",)
     pair = {"anchor": "a", "positive": "b", "negative_2": "c"}
-    assert read_row(Row("x:1", pair)).unread == ("negative_2",)
+    assert read_row(SourceRow("x:1", pair)).unread == ("negative_2",)
 
 
 def test_columns_that_only_later_samples_have(tmp_path: Path) -> None:

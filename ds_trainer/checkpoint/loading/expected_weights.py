@@ -23,7 +23,7 @@ from ds_trainer.checkpoint.weights.element_tracer import ElementTracer, Indices,
 
 
 @dataclass
-class _Group:
+class _ExpectedGroup:
     """Model tensors that are converted together from tensors in the files."""
 
     name: str
@@ -57,7 +57,7 @@ class ExpectedWeights:
     ) -> None:
         self._model, self._files = model, files
         self._full_shapes = _FullShapes(model, shapes)
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _ExpectedGroup] = {}
         self._computed: tuple[str, dict[str, torch.Tensor]] | None = None
         self.failed: dict[str, str] = {}
         groups, unexpected = _grouped(model, shapes, files.tensors, key_mapping)
@@ -105,7 +105,7 @@ class ExpectedWeights:
             values[torch.from_numpy(traced.positions)] = self._files.elements(traced.name, traced.indices)
         return values
 
-    def _run(self, group: _Group, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _run(self, group: _ExpectedGroup, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if group.converter is None:
             return {group.name: sources[group.sources[0][1]]}
         converter = copy.deepcopy(group.converter)
@@ -133,13 +133,13 @@ class _FullShapes:
 
 def _grouped(
     model: nn.Module, known: Mapping[str, Any], stored: Iterable[str], key_mapping: Mapping[str, str] | None
-) -> tuple[list[_Group], set[str]]:
+) -> tuple[list[_ExpectedGroup], set[str]]:
     """Groups the names in the files by the tensors they become; also returns the names that the model does not have.
 
     Order and rules follow transformers (``core_model_loading.convert_and_load_state_dict_in_model``).
     """
     if not is_transformers_model(model):
-        return [_Group(name, [("", name)]) for name in stored if name in known], set(stored) - set(known)
+        return [_ExpectedGroup(name, [("", name)]) for name in stored if name in known], set(stored) - set(known)
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = list(_conversions(model, key_mapping))
@@ -147,7 +147,7 @@ def _grouped(
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     names, prefix = dict.fromkeys(known, True), getattr(model, "base_model_prefix", "")
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _ExpectedGroup] = {}
     unexpected = set()
     for name in sorted(stored, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, names)
@@ -156,9 +156,9 @@ def _grouped(
         if renamed not in names:
             unexpected.add(name)
         elif pattern is None:
-            groups.setdefault(renamed, _Group(renamed, [("", name)]))
+            groups.setdefault(renamed, _ExpectedGroup(renamed, [("", name)]))
         else:
-            group = groups.setdefault(renamed, _Group(renamed, [], by_pattern[pattern]))
+            group = groups.setdefault(renamed, _ExpectedGroup(renamed, [], by_pattern[pattern]))
             group.sources.append((pattern, name))
     return list(groups.values()), unexpected
 

@@ -75,7 +75,7 @@ class _NoRunsError(Exception):
     """A tensor in the file does not consist of consecutive elements of the model's tensors."""
 
 
-class _Group(NamedTuple):
+class _SavedGroup(NamedTuple):
     """Model tensors that transformers converts together when it saves.
 
     Attributes:
@@ -132,7 +132,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
     return name
 
 
-def _groups(model: Any, weights: Mapping[str, WeightSpec]) -> Iterator[_Group]:
+def _groups(model: Any, weights: Mapping[str, WeightSpec]) -> Iterator[_SavedGroup]:
     """Groups tensors as transformers reverses their conversion (``core_model_loading.revert_weight_conversion``)."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
@@ -140,14 +140,14 @@ def _groups(model: Any, weights: Mapping[str, WeightSpec]) -> Iterator[_Group]:
     renamings = [rule for rule in reversed_rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reversed_rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _SavedGroup] = {}
     for name in sorted(weights, key=dot_natural_key):
         matches = (rule.rename_source_key(name) for rule in converters)
         target, pattern = next((match for match in matches if match[1] is not None), (name, None))
         if pattern is None:
-            yield _Group(_renamed(name, renamings), [], [weights[name]], None, ())
+            yield _SavedGroup(_renamed(name, renamings), [], [weights[name]], None, ())
             continue
-        group = groups.setdefault(target, _Group(target, [], [], by_pattern[pattern], renamings))
+        group = groups.setdefault(target, _SavedGroup(target, [], [], by_pattern[pattern], renamings))
         group.patterns.append(pattern)
         group.tensors.append(weights[name])
     yield from groups.values()
@@ -168,7 +168,7 @@ def _reversed(model: Any) -> Iterator[Any]:
             continue
 
 
-class _Run(NamedTuple):
+class _ElementRun(NamedTuple):
     """Elements that are consecutive both in a model tensor and in a file tensor."""
 
     tensor: str
@@ -220,11 +220,11 @@ def _aligned_sections(tensors: Mapping[str, WeightSpec], entries: Mapping[str, T
         raise _NoRunsError("runs that do not start a tensor")
 
 
-def _runs(name: str, entry: TracedTensor) -> Iterator[_Run]:
+def _runs(name: str, entry: TracedTensor) -> Iterator[_ElementRun]:
     strides = contiguous_strides(entry.shape)
     for source, (origin, view) in entry.parts:
         start = sum(first * stride for first, stride in zip(origin, strides, strict=True))
         in_entry, in_tensor = coalesced([StridedView(view.shape, strides, start), view])
         if in_entry.strides not in ((), (1,)) or in_tensor.strides not in ((), (1,)):
             raise _NoRunsError(name)
-        yield _Run(source, in_tensor.offset, name, in_entry.offset, in_tensor.numel)
+        yield _ElementRun(source, in_tensor.offset, name, in_entry.offset, in_tensor.numel)

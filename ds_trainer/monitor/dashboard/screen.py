@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ds_trainer.monitor.memory import BYTES_PER_GB
-from ds_trainer.monitor.report.outcome import Outcome, outcome_of
+from ds_trainer.monitor.report.outcome import RunOutcome, outcome_of
 from ds_trainer.monitor.report.run_files import RunFiles, is_number
 from ds_trainer.monitor.step_line import phrases
 from ds_trainer.utils.printable import one_line
@@ -41,7 +41,7 @@ def screen_lines(files: RunFiles, width: int, height: int, age: float | None) ->
     return [one_line(line)[:width] for line in lines[:height]]
 
 
-def _progress(files: RunFiles, outcome: Outcome, width: int) -> list[str]:
+def _progress(files: RunFiles, outcome: RunOutcome, width: int) -> list[str]:
     name = files.start.get("run_name") or files.directory.absolute().name
     step, planned = files.last_step, files.summary.get("max_steps")
     first = f"{name}: {outcome.state}"
@@ -144,7 +144,7 @@ def _messages(files: RunFiles) -> list[str]:
     return [f"! {message.get('text')}" for message in found[-2:]]
 
 
-def _age(age: float | None, outcome: Outcome) -> str:
+def _age(age: float | None, outcome: RunOutcome) -> str:
     if age is None:
         return "waiting for metrics.jsonl"
     return f"last record {human_duration(age)} ago" if outcome.state in ("running", "unknown") else "the run has ended"

@@ -25,7 +25,7 @@ from ds_trainer.parallel.deferred_mask import DeferredMask
 
 
 @dataclass
-class Finding:
+class ReplayFinding:
     """The result of one micro-batch.
 
     Attributes:
@@ -65,8 +65,8 @@ def save_batches(path: Path, facts: Mapping[str, Any], batches: list[Any]) -> No
         raise OSError(str(error)) from error
 
 
-def replay(path: str | Path, model: nn.Module) -> list[Finding]:
-    """Run the micro-batches in the file ``path`` through ``model``, forward and backward; one :class:`Finding` each.
+def replay(path: str | Path, model: nn.Module) -> list[ReplayFinding]:
+    """Run the micro-batches in ``path`` through ``model``, forward and backward; one :class:`ReplayFinding` each.
 
     Args:
         path: a ``rank_K.pt`` file.
@@ -84,7 +84,7 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     return value.made() if isinstance(value, DeferredMask) else value
 
 
-def _run(model: nn.Module, batch: dict[str, torch.Tensor]) -> Finding:
+def _run(model: nn.Module, batch: dict[str, torch.Tensor]) -> ReplayFinding:
     seen: list[str] = []
 
     def look(name: str) -> Any:
@@ -105,7 +105,7 @@ def _run(model: nn.Module, batch: dict[str, torch.Tensor]) -> Finding:
     loss.backward()
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     model.zero_grad(set_to_none=True)
-    return Finding(float(loss.detach()), seen[0] if seen else "", bad)
+    return ReplayFinding(float(loss.detach()), seen[0] if seen else "", bad)
 
 
 def _floats(value: Any) -> list[torch.Tensor]:

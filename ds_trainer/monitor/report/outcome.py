@@ -15,7 +15,7 @@ from ds_trainer.utils.units import counted
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Attributes:
@@ -31,23 +31,23 @@ class Outcome:
     exit_code: int | None = None
 
 
-def outcome_of(files: RunFiles) -> Outcome:
+def outcome_of(files: RunFiles) -> RunOutcome:
     """The outcome of a run, from its files."""
     step, planned = files.last_step, files.summary.get("max_steps")
     where = f"step {step:,} of {planned:,}" if is_number(planned) else f"step {step:,}"
     if not files.sessions:
         if any("train_runtime" in record and files.loss_name not in record for record in files.records):
-            return Outcome("finished", f"The training ended at {where}.")
-        return Outcome("unknown", f"The last record is of {where}; the run has no history that says how it ended.")
+            return RunOutcome("finished", f"The training ended at {where}.")
+        return RunOutcome("unknown", f"The last record is of {where}; the run has no history that says how it ended.")
     session = files.sessions[-1]
     end = session.end
     if end is None:
         host = session.start.get("host")
         if is_alive(session):
-            return Outcome("running", f"The run is training; the last record is of {where}.")
+            return RunOutcome("running", f"The run is training; the last record is of {where}.")
         if host != socket.gethostname():
-            return Outcome("unknown", f"It trains on {host} or was killed there; the last record is of {where}.")
-        return Outcome(
+            return RunOutcome("unknown", f"It trains on {host} or was killed there; the last record is of {where}.")
+        return RunOutcome(
             "killed",
             f"The process was killed after {where}: it left no word about its end (SIGKILL, out of host memory, or the "
             "machine went down).",
@@ -59,25 +59,25 @@ def outcome_of(files: RunFiles) -> Outcome:
     if state == "finished":
         return _finished(files, where)
     if state == "stopped":
-        return Outcome(state, text or f"Stopped {at}.", exit_code=end.get("exit_code"))
+        return RunOutcome(state, text or f"Stopped {at}.", exit_code=end.get("exit_code"))
     if state == "killed":
-        return Outcome(state, f"Killed {at}: {text}.")
+        return RunOutcome(state, f"Killed {at}: {text}.")
     if state == "diverged":
-        return Outcome(state, f"Diverged {at}: {first}", text)
-    return Outcome(state, f"Failed {at}: {error}: {first}".rstrip(": "), str(end.get("trace") or text))
+        return RunOutcome(state, f"Diverged {at}: {first}", text)
+    return RunOutcome(state, f"Failed {at}: {error}: {first}".rstrip(": "), str(end.get("trace") or text))
 
 
-def _finished(files: RunFiles, where: str) -> Outcome:
+def _finished(files: RunFiles, where: str) -> RunOutcome:
     broken = files.not_finite(files.loss_name)
     loss = files.curve(files.loss_name)
     if broken and (not loss or broken[-1] > loss[-1][0]):
-        return Outcome(
+        return RunOutcome(
             "diverged", f"The training ended at {where}, but its loss is not finite since step {broken[0]:g}."
         )
     planned = files.summary.get("max_steps")
     if isinstance(planned, int) and files.last_step < planned:
-        return Outcome("finished", f"A callback ended the training at {where}.")
-    return Outcome("finished", f"All planned steps are done ({where}).")
+        return RunOutcome("finished", f"A callback ended the training at {where}.")
+    return RunOutcome("finished", f"All planned steps are done ({where}).")
 
 
 def is_alive(session: Session) -> bool:

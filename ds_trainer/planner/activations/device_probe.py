@@ -82,13 +82,13 @@ def _probed(
     for layers in (1, 2):
         module = _module(model, config, layers, kind, number_format)
         if kind == "cuda" and layers == 1:  # the first run allocates work space of libraries, which stays
-            _Run(module, kind).measure(batch, lengths[0])
+            _ProbeRun(module, kind).measure(batch, lengths[0])
         for length in lengths:
             if kind == "cuda":  # what earlier runs left in the allocator is no fragmentation
                 gc.collect()
                 torch.cuda.empty_cache()
             start = time.perf_counter()
-            found = _Run(module, kind).measure(batch, length)
+            found = _ProbeRun(module, kind).measure(batch, length)
             kept[layers, length] = found.kept
             if kind == "cpu" and len(kept) == 1:
                 _refuse_long(model, time.perf_counter() - start)
@@ -209,7 +209,7 @@ def _one_sequence() -> Iterator[None]:
         setattr(masks, look.__name__, look)
 
 
-class _Run:
+class _ProbeRun:
     """One forward and backward pass.
 
     Attributes:
@@ -232,7 +232,7 @@ class _Run:
         if self._live is not None:
             self._live.ignore((*module.parameters(), *module.buffers()))
 
-    def measure(self, batch: int, length: int) -> _Run:
+    def measure(self, batch: int, length: int) -> _ProbeRun:
         """Run it on sequences of ``length`` tokens."""
         module: Any = self._module
         device = next(module.parameters()).device

@@ -16,7 +16,7 @@ from ds_trainer.samples.chat.rendering import Renderer
 from ds_trainer.samples.chat.selection import selected_messages, trained_spans, without_parts
 from ds_trainer.samples.chat.templates import load_template
 from ds_trainer.samples.chat.tokens import IGNORED, CutToken, beginning_tokens, special_tokens, tokenize
-from ds_trainer.samples.chat.turns import Span, Turns
+from ds_trainer.samples.chat.turns import TextSpan, Turns
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.host_memory import free_host_memory
@@ -109,9 +109,9 @@ class Encoder:
         if not text:
             raise SampleProblem(source, "no_trained_token", "the text is empty.")
         if spans is not None:  # its author has written all tokens, those of the beginning and the end too
-            return self._limited(source, *self.labeled(source, text, [Span(*span) for span in spans], set()))
+            return self._limited(source, *self.labeled(source, text, [TextSpan(*span) for span in spans], set()))
         text = self._ended(text)
-        sample, notices = self.labeled(source, text, [Span(0, len(text))], set(), self._beginning)
+        sample, notices = self.labeled(source, text, [TextSpan(0, len(text))], set(), self._beginning)
         return self._limited(source, sample, notices, splits=True)
 
     def _preference(self, source: str, fields: dict[str, Any]) -> Encoded:
@@ -144,7 +144,7 @@ class Encoder:
             raise SampleProblem(source, "bad_messages", "prompt and completion must both be text, or both be messages.")
         text = self._ended(prompt + answer)
         start = 0 if self.options.train_on == "all" else len(prompt)
-        spans = [Span(start, len(text))] if answer else []
+        spans = [TextSpan(start, len(text))] if answer else []
         return self.labeled(source, text, spans, set(), self._beginning)
 
     def _ended(self, text: str) -> str:
@@ -157,7 +157,7 @@ class Encoder:
         text, spans, notices = self.rendered(source, messages, tools, first)
         return self.labeled(source, text, spans, notices)
 
-    def rendered(self, source: str, messages: Any, tools: Any, first: int) -> tuple[str, list[Span], set[str]]:
+    def rendered(self, source: str, messages: Any, tools: Any, first: int) -> tuple[str, list[TextSpan], set[str]]:
         """The text of a conversation, the characters that are trained on, and what was noticed.
 
         Args:
@@ -191,7 +191,7 @@ class Encoder:
     # --- labels ---
 
     def labeled(
-        self, source: str, text: str, spans: Sequence[Span], notices: set[str], beginning: Sequence[int] = ()
+        self, source: str, text: str, spans: Sequence[TextSpan], notices: set[str], beginning: Sequence[int] = ()
     ) -> tuple[Sample, set[str]]:
         """Tokens with labels for ``spans`` of ``text``, checked; before them the tokens ``beginning``.
 
@@ -255,7 +255,7 @@ class Encoder:
             )
         return Encoded([cut], notices | {"truncated"})
 
-    def _noticed(self, source: str, conversation: Conversation, turns: Turns, spans: Iterable[Span]) -> set[str]:
+    def _noticed(self, source: str, conversation: Conversation, turns: Turns, spans: Iterable[TextSpan]) -> set[str]:
         """What in a conversation deserves to be counted."""
         assert self._renderer is not None
         text = turns.text
@@ -302,7 +302,9 @@ def doubled_beginning(ids: Sequence[int] | np.ndarray, bos: int | None) -> bool:
     return bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos
 
 
-def mask_problem(tokenizer: Any, ids: np.ndarray, labels: np.ndarray, text: str, spans: Sequence[Span]) -> str | None:
+def mask_problem(
+    tokenizer: Any, ids: np.ndarray, labels: np.ndarray, text: str, spans: Sequence[TextSpan]
+) -> str | None:
     """What is wrong with the labels of a sample, or None.
 
     Args:
@@ -337,12 +339,12 @@ def _same_in_context(tokenizer: Any, ids: np.ndarray, first: int, last: int, exp
     return within in (expected, normalized) or tokenizer.decode(ids[first:last].tolist()) == normalized
 
 
-def _joined(spans: Sequence[Span]) -> list[Span]:
+def _joined(spans: Sequence[TextSpan]) -> list[TextSpan]:
     """Spans without gaps between them as one."""
-    joined: list[Span] = []
+    joined: list[TextSpan] = []
     for span in spans:
         if joined and span.start <= joined[-1].end:
-            joined[-1] = Span(joined[-1].start, max(span.end, joined[-1].end))
+            joined[-1] = TextSpan(joined[-1].start, max(span.end, joined[-1].end))
         else:
             joined.append(span)
     return joined

@@ -49,7 +49,7 @@ class PageOptions:
     epochs: float = 1.0
 
 
-class _Shown(NamedTuple):
+class _PageSample(NamedTuple):
     """A sample that is shown: its position in its source, and where its record was read."""
 
     position: int
@@ -72,14 +72,14 @@ def write_page(
         write: gets each line.
     """
     figures: dict[str, Figures] = {}
-    shown: dict[str, list[_Shown]] = {}
+    shown: dict[str, list[_PageSample]] = {}
     for name, records in sources:
         side = figures[name] = Figures()
         chosen = shown[name] = []
         for record in records:
             for sample in side.add(encoder, record):
                 if len(chosen) < options.samples:
-                    chosen.append(_Shown(len(chosen), record.source, sample))
+                    chosen.append(_PageSample(len(chosen), record.source, sample))
     epoch = _epoch(figures, options)
     rows = None if epoch is None else _rows(epoch, options)
     places = {} if rows is None or epoch is None else _places(rows, epoch, options.samples)
@@ -99,7 +99,9 @@ def write_page(
     return figures
 
 
-def _sample_lines(name: str, one: _Shown, encoder: Encoder, options: PageOptions, place: str | None) -> Iterator[str]:
+def _sample_lines(
+    name: str, one: _PageSample, encoder: Encoder, options: PageOptions, place: str | None
+) -> Iterator[str]:
     for key in one.sample:
         if not key.endswith("input_ids"):
             continue

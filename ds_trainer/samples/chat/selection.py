@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ds_trainer.samples.chat.messages import Conversation
 from ds_trainer.samples.chat.rendering import Renderer
-from ds_trainer.samples.chat.turns import Span, Turns
+from ds_trainer.samples.chat.turns import TextSpan, Turns
 
 
 def selected_messages(conversation: Conversation, train_on: str | tuple[str, ...], first: int = 0) -> list[int]:
@@ -37,7 +37,7 @@ def selected_messages(conversation: Conversation, train_on: str | tuple[str, ...
 
 def trained_spans(
     renderer: Renderer, turns: Turns, conversation: Conversation, selected: list[int], everything: bool
-) -> tuple[list[Span] | str, set[str]]:
+) -> tuple[list[TextSpan] | str, set[str]]:
     """The characters of ``turns.text`` that are trained on, and what was noticed.
 
     A template with ``{% generation %}`` blocks says itself what the model generates; where the turns can also be found
@@ -53,7 +53,7 @@ def trained_spans(
     notices: set[str] = set()
     marked = renderer.render_marked(messages, conversation.tools).marked if renderer.markers else []
     assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     for index in selected:
         if messages[index]["role"] == "assistant":
             turn = turns.generated(index)
@@ -72,35 +72,37 @@ def trained_spans(
     return spans, notices
 
 
-def without_parts(turns: Turns, conversation: Conversation, selected: list[int], spans: list[Span]) -> list[Span] | str:
+def without_parts(
+    turns: Turns, conversation: Conversation, selected: list[int], spans: list[TextSpan]
+) -> list[TextSpan] | str:
     """``spans`` without the parts of selected messages that are not trained on, or why they cannot be known."""
     for index in selected:
         for part in conversation.untrained[index]:
             left_out = turns.part(index, part)
             if left_out is None:
                 return _not_found(index, len(conversation.messages), f'a part with "train": false of {part.key}')
-            pairs = [(Span(a, min(b, left_out.start)), Span(max(a, left_out.end), b)) for a, b in spans]
+            pairs = [(TextSpan(a, min(b, left_out.start)), TextSpan(max(a, left_out.end), b)) for a, b in spans]
             spans = [piece for pair in pairs for piece in pair if piece.end > piece.start]
     return spans
 
 
 def _marked(
-    marked: list[tuple[int, int]], turn: Span | None, order: int, count: int, turns: Turns, notices: set[str]
-) -> list[Span] | None:
+    marked: list[tuple[int, int]], turn: TextSpan | None, order: int, count: int, turns: Turns, notices: set[str]
+) -> list[TextSpan] | None:
     """The blocks of one turn; ``turn`` is the turn as it was found by comparing texts, or None."""
     if turn is None:
-        return [Span(*marked[order])] if len(marked) == count else None
-    blocks = [Span(start, end) for start, end in marked if start < turn.end and end > turn.start]
+        return [TextSpan(*marked[order])] if len(marked) == count else None
+    blocks = [TextSpan(start, end) for start, end in marked if start < turn.end and end > turn.start]
     if blocks and blocks[0].start < turn.start:
         notices.add("prompt_in_markers")
-        blocks[0] = Span(turn.start, blocks[0].end)
+        blocks[0] = TextSpan(turn.start, blocks[0].end)
     if blocks and blocks[-1].end < turn.end and turns.is_end_of_turn(blocks[-1].end, turn.end):
         notices.add("end_of_turn_not_in_markers")
-        blocks[-1] = Span(blocks[-1].start, turn.end)
+        blocks[-1] = TextSpan(blocks[-1].start, turn.end)
     return blocks
 
 
-def _without(turns: Turns, messages: list[dict[str, object]], excluded: list[int]) -> list[Span] | str:
+def _without(turns: Turns, messages: list[dict[str, object]], excluded: list[int]) -> list[TextSpan] | str:
     """The whole text except for the messages ``excluded``."""
     spans, position = [], 0
     for index in excluded:
@@ -108,10 +110,10 @@ def _without(turns: Turns, messages: list[dict[str, object]], excluded: list[int
         if span is None:
             return _not_found(index, len(messages), str(messages[index]["role"]))
         if span.start > position:
-            spans.append(Span(position, span.start))
+            spans.append(TextSpan(position, span.start))
         position = max(position, span.end)
     if position < len(turns.text):
-        spans.append(Span(position, len(turns.text)))
+        spans.append(TextSpan(position, len(turns.text)))
     return spans
 
 

@@ -19,7 +19,7 @@ from ds_trainer.samples.chat.problems import RenderError
 from ds_trainer.samples.chat.rendering import SENTINEL, Renderer
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Characters ``start`` to ``end`` (exclusive) of a text."""
 
     start: int
@@ -58,15 +58,15 @@ class Turns:
         self.text = renderer.render(self._messages, self._tools)
         self.notices: set[str] = set()
 
-    def generated(self, index: int) -> Span | None:
+    def generated(self, index: int) -> TextSpan | None:
         """What the model generates in the assistant turn ``index``, with its end-of-turn token; None: not found."""
         start = self._start(index)
         if start is None:
             return None
         end = len(self.text) if index == len(self._messages) - 1 else self._end(index)
-        return None if end is None or end < start else Span(start, self._trimmed(start, end))
+        return None if end is None or end < start else TextSpan(start, self._trimmed(start, end))
 
-    def written(self, index: int) -> Span | None:
+    def written(self, index: int) -> TextSpan | None:
         """The text of the message ``index`` of any role, with the token that ends it if it has one."""
         content = self._messages[index]["content"]
         if not content.strip():
@@ -82,13 +82,13 @@ class Turns:
         end = len(self.text) if index == len(self._messages) - 1 else self._end(index)
         # A message that is written as a part of another one has no end of its own.
         end = content_end if end is None or end < content_end else end
-        return Span(start, self._trimmed(start, end))
+        return TextSpan(start, self._trimmed(start, end))
 
-    def part(self, index: int, part: Untrained) -> Span | None:
+    def part(self, index: int, part: Untrained) -> TextSpan | None:
         """A part of a text of the message ``index``, empty where the template leaves the text out; None: not found."""
         text = self._messages[index][part.key]
         if self._leaves_out(index, part):
-            return Span(0, 0)
+            return TextSpan(0, 0)
         inner = text[part.start : part.end]
         # A template that trims a text writes no white space at its ends: what is not written is not trained on either.
         first = part.start + len(inner) - len(inner.lstrip())
@@ -97,7 +97,7 @@ class Turns:
             next((place for at in places if (place := self._character(index, part.key, at)) is not None), None)
             for places in ((part.start, first), (part.end, last))
         )
-        return None if start is None or end is None or end < start else Span(start, end)
+        return None if start is None or end is None or end < start else TextSpan(start, end)
 
     def _character(self, index: int, key: str, position: int) -> int | None:
         marked = [*self._messages]

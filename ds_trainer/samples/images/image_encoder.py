@@ -18,7 +18,7 @@ from ds_trainer.samples.chat.options import EncodeOptions
 from ds_trainer.samples.chat.problems import RenderError, SampleProblem
 from ds_trainer.samples.chat.rendering import SENTINEL, Renderer
 from ds_trainer.samples.chat.tokens import IGNORED
-from ds_trainer.samples.chat.turns import Span, Turns
+from ds_trainer.samples.chat.turns import TextSpan, Turns
 from ds_trainer.samples.images.image_tokens import ImageTokens
 from ds_trainer.samples.sources.images import PLACEHOLDER, BadImage, data_uri, read_image, shown
 from ds_trainer.samples.sources.record import Record
@@ -177,7 +177,7 @@ class ImageEncoder(Encoder):
             return self.labeled(source, text, spans, notices, self._beginning)
         replaced = self._texts_of(source, images)
         expansion = _Expansion.of(text, self.tokens.placeholder, replaced)
-        moved = [Span(expansion.moved(span.start), expansion.moved(span.end)) for span in spans]
+        moved = [TextSpan(expansion.moved(span.start), expansion.moved(span.end)) for span in spans]
         sample, notices = self.labeled(source, expansion.text, moved, notices, self._beginning)
         sample["labels"][np.isin(sample["input_ids"], self.tokens.masked_ids(replaced))] = IGNORED
         if not np.any(sample["labels"][1:] != IGNORED):

@@ -33,7 +33,7 @@ class DamagedDataset(ConfigError):
     """A prepared dataset is incomplete, or not what was written."""
 
 
-class FileRecord(NamedTuple):
+class BlockFileRecord(NamedTuple):
     """What the manifest says about a file: bytes of its data, and the CRC-32 of the checksums of its blocks."""
 
     size: int
@@ -92,7 +92,7 @@ class BlockWriter:
             self._write_blocks(bytes(self._pending[:whole]))
             del self._pending[:whole]
 
-    def finish(self) -> FileRecord:
+    def finish(self) -> BlockFileRecord:
         """Append the checksums, flush the file to the disk and close it."""
         self._write_blocks(bytes(self._pending))
         checksums = np.asarray(self._checksums, "<u4").tobytes()
@@ -100,7 +100,7 @@ class BlockWriter:
             self._write_all(checksums)
             flush(self._descriptor)
         self.close()
-        return FileRecord(self.size, zlib.crc32(checksums))
+        return BlockFileRecord(self.size, zlib.crc32(checksums))
 
     def close(self) -> None:
         """Close the file, complete or not."""
@@ -128,7 +128,7 @@ class BlockFile:
         record: its entry in the manifest.
     """
 
-    def __init__(self, path: Path, record: FileRecord) -> None:
+    def __init__(self, path: Path, record: BlockFileRecord) -> None:
         self._path, self._record = path, record
         self._data: Bytes | None = None
         self._checksums: npt.NDArray[np.uint32] = np.empty(0, np.uint32)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ds_trainer.samples.prepared.block_file import BlockFile, DamagedDataset
-from ds_trainer.samples.prepared.manifest import LENGTHS_FILE, OFFSETS_FILE, Manifest
+from ds_trainer.samples.prepared.manifest import LENGTHS_FILE, OFFSETS_FILE, DatasetManifest
 from ds_trainer.samples.prepared.shard import Shard
 
 Sample = dict[str, Any]
@@ -43,13 +43,13 @@ class PreparedDataset(Dataset[Sample]):
 
     def __init__(self, directory: str | os.PathLike[str], key: str | None = None) -> None:
         self.report: Any = None
-        self._open(Path(directory), Manifest.read(Path(directory)))
+        self._open(Path(directory), DatasetManifest.read(Path(directory)))
         if key is not None and self.manifest.key != key:
             raise DamagedDataset(f"{directory} has the key {self.manifest.key} instead of {key}.")
         for file in self._files():
             file.check_size()
 
-    def _open(self, directory: Path, manifest: Manifest) -> None:
+    def _open(self, directory: Path, manifest: DatasetManifest) -> None:
         self.directory, self.manifest = directory, manifest
         self._samples = manifest.samples
         self._lengths = BlockFile(directory / LENGTHS_FILE, manifest.lengths)

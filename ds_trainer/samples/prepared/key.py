@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ds_trainer.samples.prepared.block_file import writing
 from ds_trainer.samples.prepared.manifest import FORMAT
-from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once
+from ds_trainer.samples.prepared.once import Waiting, WriterHeartbeat, made_once
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import parse_json, read_json, write_json
 from ds_trainer.utils.threads import new_executor
@@ -110,7 +110,7 @@ def known_digest_of_files(
             return None
         return value if isinstance(value, str) else None
 
-    def make(_: Heartbeat) -> str:
+    def make(_: WriterHeartbeat) -> str:
         value = digest_of_files(files, before, threads)
         with writing(path):
             write_json(path, value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_trainer.samples.prepared.block_file import DamagedDataset, FileRecord, writing
+from ds_trainer.samples.prepared.block_file import BlockFileRecord, DamagedDataset, writing
 from ds_trainer.utils.files import flush, parse_json
 
 MANIFEST_FILE = "manifest.json"
@@ -29,7 +29,7 @@ class ShardRecord(NamedTuple):
         samples: number of samples.
         tokens: their tokens.
         masked: whether some tokens are not trained on, so that the shard has a mask.
-        size, checksum: what is known of the file (:class:`~ds_trainer.samples.prepared.block_file.FileRecord`).
+        size, checksum: what is known of the file (:class:`~ds_trainer.samples.prepared.block_file.BlockFileRecord`).
         images: bytes of the images of the samples; 0: no sample has any.
     """
 
@@ -47,9 +47,9 @@ class ShardRecord(NamedTuple):
         return shard_file_name(self.number)
 
     @property
-    def file(self) -> FileRecord:
+    def file(self) -> BlockFileRecord:
         """Size and checksum."""
-        return FileRecord(self.size, self.checksum)
+        return BlockFileRecord(self.size, self.checksum)
 
 
 def shard_file_name(number: int) -> str:
@@ -58,7 +58,7 @@ def shard_file_name(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """The facts about a prepared dataset.
 
     Attributes:
@@ -78,8 +78,8 @@ class Manifest:
     dtype: str
     trained_tokens: int
     counts: Mapping[str, int]
-    lengths: FileRecord
-    offsets: FileRecord
+    lengths: BlockFileRecord
+    offsets: BlockFileRecord
     shards: tuple[ShardRecord, ...]
 
     @property
@@ -115,7 +115,7 @@ class Manifest:
             flush(stream.fileno())
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
+    def read(cls, directory: Path) -> DatasetManifest:
         """The manifest in ``directory``.
 
         Raises:
@@ -142,7 +142,7 @@ class Manifest:
             )
         shards = tuple(ShardRecord(*shard) for shard in values.pop("shards"))
         for name in ("lengths", "offsets"):
-            values[name] = FileRecord(*values[name])
+            values[name] = BlockFileRecord(*values[name])
         return cls(shards=shards, **values)
 
 

@@ -64,7 +64,7 @@ class Waiting:
     head_start: float = 3.0
 
 
-class Heartbeat:
+class WriterHeartbeat:
     """Signs of life of the process that works: a file that a thread rewrites.
 
     Args:
@@ -82,7 +82,7 @@ class Heartbeat:
         self._thread = new_thread(self._run, name="heartbeat")
         self.doing = "starting"
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> WriterHeartbeat:
         self._thread.start()
         return self
 
@@ -175,7 +175,7 @@ class _Lookout:
 
 
 def made_once(
-    target: Path, find: Callable[[], Made | None], make: Callable[[Heartbeat], Made], waiting: Waiting = Waiting()
+    target: Path, find: Callable[[], Made | None], make: Callable[[WriterHeartbeat], Made], waiting: Waiting = Waiting()
 ) -> Made:
     """What ``find`` returns, made by ``make`` in one process if it is not there.
 
@@ -200,7 +200,7 @@ def made_once(
 def _made(
     target: Path,
     find: Callable[[], Made | None],
-    make: Callable[[Heartbeat], Made],
+    make: Callable[[WriterHeartbeat], Made],
     waiting: Waiting,
     lookout: _Lookout,
 ) -> Made:
@@ -236,7 +236,7 @@ def _made(
                 text = "%s ended before %s was complete; it is made again."
                 logger.warning(text, str(holder).capitalize(), target, extra=EVERY_RANK)
             lookout.close()
-            with Heartbeat(beat_path, waiting.beat) as heartbeat:
+            with WriterHeartbeat(beat_path, waiting.beat) as heartbeat:
                 return make(heartbeat)
         finally:
             if lock.is_locked:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ds_trainer.samples.prepared.block_file import BlockWriter, DamagedDataset, FileRecord, writing
+from ds_trainer.samples.prepared.block_file import BlockFileRecord, BlockWriter, DamagedDataset, writing
 from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.prepared.key import check_unchanged, content_key, file_states, known_digest_of_files
-from ds_trainer.samples.prepared.manifest import LENGTHS_FILE, OFFSETS_FILE, Manifest
-from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once, published
+from ds_trainer.samples.prepared.manifest import LENGTHS_FILE, OFFSETS_FILE, DatasetManifest
+from ds_trainer.samples.prepared.once import Waiting, WriterHeartbeat, made_once, published
 from ds_trainer.samples.prepared.shard import Encode, ShardResult, token_dtype
 from ds_trainer.samples.prepared.workers import SHARD_BYTES, Part, tasks_of, write_shards
 from ds_trainer.utils.errors import ConfigError
@@ -64,7 +64,7 @@ class PreparationReport:
         processes: their number.
     """
 
-    manifest: Manifest
+    manifest: DatasetManifest
     directory: Path
     source_bytes: int
     seconds: float
@@ -156,7 +156,7 @@ def prepare(
             return None
         return dataset
 
-    def make(heartbeat: Heartbeat) -> PreparedDataset:
+    def make(heartbeat: WriterHeartbeat) -> PreparedDataset:
         if damage:  # all processes have found it; this one repairs it
             logger.warning("%s It is prepared again.", damage[0], extra=EVERY_RANK)
         size = sum(state.size for state in states)
@@ -221,21 +221,21 @@ class _Index:
         result.lengths = result.lengths[:0]
         self._results.append(result)
 
-    def manifest(self, key: str, content: Mapping[str, Any], dtype: str) -> Manifest:
+    def manifest(self, key: str, content: Mapping[str, Any], dtype: str) -> DatasetManifest:
         """The manifest of all shards; the files of shards without a sample are removed.
 
         Raises:
             NothingPrepared: there is no sample.
         """
-        lengths: FileRecord = self._lengths.finish()
-        offsets: FileRecord = self._offsets.finish()
+        lengths: BlockFileRecord = self._lengths.finish()
+        offsets: BlockFileRecord = self._offsets.finish()
         counts = sum((result.counts for result in self._results), Counter[str]())
         if not self._tokens:
             raise NothingPrepared(counts["records"])
         for result in self._results:
             if not result.record.samples:
                 (self._directory / result.record.file_name).unlink()
-        return Manifest(
+        return DatasetManifest(
             key=key,
             content=content,
             dtype=dtype,
@@ -255,7 +255,7 @@ def _few(counts: Counter[str]) -> dict[str, int]:
 
 
 @contextmanager
-def _progress(source_bytes: int, heartbeat: Heartbeat) -> Iterator[Callable[[int, int], None]]:
+def _progress(source_bytes: int, heartbeat: WriterHeartbeat) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, and the words that waiting processes log."""
     tokens = done = 0  # the bar does not count where there is no terminal
     began = time.perf_counter()

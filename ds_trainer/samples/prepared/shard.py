@@ -50,7 +50,7 @@ class ShardResult:
     Attributes:
         record: its entry in the manifest.
         lengths: tokens of each sample, int32 ``[samples]``.
-        trained_tokens, counts: see :class:`~ds_trainer.samples.prepared.manifest.Manifest`.
+        trained_tokens, counts: see :class:`~ds_trainer.samples.prepared.manifest.DatasetManifest`.
         seconds: CPU time of reading, encoding and writing.
         problems: what is wrong with records; the shard is of no use if there are any.
     """

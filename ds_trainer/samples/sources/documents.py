@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ds_trainer.samples.sources.files import SourceFile
 from ds_trainer.samples.sources.images import type_name
 from ds_trainer.samples.sources.record import BadLine, BadLines
-from ds_trainer.samples.sources.rows import Row, read_rows
+from ds_trainer.samples.sources.rows import SourceRow, read_rows
 from ds_trainer.samples.sources.tables import no_key
 
 
@@ -31,7 +31,7 @@ def read_documents(file: SourceFile, text_key: str, bad: BadLines) -> Iterator[D
         yield document if isinstance(document, Document) else None
 
 
-def _document(row: Row, text_key: str) -> Document | BadLine:
+def _document(row: SourceRow, text_key: str) -> Document | BadLine:
     where, value = row
     if isinstance(value, bytes):
         return Document(where, value)

@@ -52,7 +52,7 @@ def find_files(spec: SourceSpec, key: str, suffixes: Mapping[str, str] = RECORD_
     problems: list[str] = []
     for path in spec.path:
         try:
-            for file in _Finder(spec, key, suffixes).find(path):
+            for file in _FileFinder(spec, key, suffixes).find(path):
                 files.setdefault(Path(os.path.realpath(file.path)), file)
         except ConfigError as error:
             problems += error.problems
@@ -62,7 +62,7 @@ def find_files(spec: SourceSpec, key: str, suffixes: Mapping[str, str] = RECORD_
 
 
 @dataclass(frozen=True)
-class _Finder:
+class _FileFinder:
     spec: SourceSpec
     key: str
     suffixes: Mapping[str, str]

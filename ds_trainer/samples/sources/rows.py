@@ -31,7 +31,7 @@ _OTHER_ENCODINGS = (
 )
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """A row: where it is (``file:line`` or ``file, row N``) and its value.
 
     The value of a text file is its content as bytes, that of all others what the format says, usually a dict.
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     value: Any
 
 
-def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[Row | BadLine]:
+def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterator[SourceRow | BadLine]:
     """The rows of ``file`` in order, and its bad lines.
 
     Args:
@@ -51,7 +51,7 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
     if file.format in _TABLES:
         read = _TABLES[file.format](file.path, columns)
         for number, value in enumerate(read, 1):
-            yield value if isinstance(value, BadLine) else Row(f"{file.path}, row {number}", value)
+            yield value if isinstance(value, BadLine) else SourceRow(f"{file.path}, row {number}", value)
         return
     try:
         yield from _READERS[file.format](file.path)
@@ -59,13 +59,13 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
         yield BadLine(str(file.path), reason_of(error), whole_file=True)
 
 
-def read_text(path: Path) -> Iterator[Row | BadLine]:
+def read_text(path: Path) -> Iterator[SourceRow | BadLine]:
     """The whole file as one row of bytes."""
     with open_bytes(path) as stream:
-        yield Row(str(path), stream.read())
+        yield SourceRow(str(path), stream.read())
 
 
-def read_jsonl(path: Path) -> Iterator[Row | BadLine]:
+def read_jsonl(path: Path) -> Iterator[SourceRow | BadLine]:
     """One JSON value per line; blank lines are passed over."""
     with open_bytes(path) as stream:
         number = 0
@@ -85,7 +85,7 @@ def read_jsonl(path: Path) -> Iterator[Row | BadLine]:
                 yield _parsed(where, line)
 
 
-def read_json(path: Path) -> Iterator[Row | BadLine]:
+def read_json(path: Path) -> Iterator[SourceRow | BadLine]:
     """A list of samples, an object with one list of samples, or one JSON object per line."""
     with open_bytes(path) as stream:
         data = stream.read(MAX_JSON_BYTES + 1)
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Iterator[Row | BadLine]:
     yield from _elements(path, data.removeprefix(_BOM))
 
 
-def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row | BadLine]:
+def read_csv(path: Path, delimiter: str = ",") -> Iterator[SourceRow | BadLine]:
     """One row per line, named by the first line; values with line breaks are quoted.
 
     Python's reader, because it knows the line of what it cannot read.
@@ -138,7 +138,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row | BadLine]:
             yield _named(where, header, row)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Row | BadLine]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[SourceRow | BadLine]]] = {
     "text": read_text,
     "jsonl": read_jsonl,
     "json": read_json,
@@ -166,9 +166,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _parsed(where: str, line: bytes) -> Row | BadLine:
+def _parsed(where: str, line: bytes) -> SourceRow | BadLine:
     try:
-        return Row(where, _DECODER.decode(line.decode("utf-8")))
+        return SourceRow(where, _DECODER.decode(line.decode("utf-8")))
     except ValueError as error:
         return BadLine(where, _json_reason(error))
     except RecursionError:
@@ -197,7 +197,7 @@ def _other_encoding(start: bytes) -> str | None:
     return next((name for mark, name in _OTHER_ENCODINGS if start.startswith(mark)), None)
 
 
-def _elements(path: Path, data: bytes) -> Iterator[Row | BadLine]:
+def _elements(path: Path, data: bytes) -> Iterator[SourceRow | BadLine]:
     """The elements of a JSON list with their lines, or the rows of an object."""
     try:
         text = data.decode("utf-8")
@@ -233,7 +233,7 @@ def _elements(path: Path, data: bytes) -> Iterator[Row | BadLine]:
             second = list(_second_value(path, text, position))
             yield from second or _rows_of_object(path, where, value)
             return
-        yield Row(where, value)
+        yield SourceRow(where, value)
         position = _after_space(text, position)
         if text[position : position + 1] not in (",", "]"):
             at = text.count("\n", 0, position) + 1
@@ -257,17 +257,17 @@ def _after_space(text: str, position: int) -> int:
     return position
 
 
-def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[Row | BadLine]:
+def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[SourceRow | BadLine]:
     lists = []
     if isinstance(value, dict):
         lists = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
     turns = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected", "tools")
     samples = [key for key in lists if key not in turns]
     if len(samples) != 1 or len(samples) < len(lists):
-        yield Row(where, value)
+        yield SourceRow(where, value)
         return
     for number, row in enumerate(value[samples[0]], 1):
-        yield Row(f"{path}, row {number}", row)
+        yield SourceRow(f"{path}, row {number}", row)
 
 
 # -- CSV ---------------------------------------------------------------------------------------------------------------
@@ -282,14 +282,14 @@ def _header_problem(header: list[str]) -> str | None:
     return f"the column {repeated[0]!r} appears twice in the first line" if repeated else None
 
 
-def _named(where: str, header: list[str], row: list[str]) -> Row | BadLine:
+def _named(where: str, header: list[str], row: list[str]) -> SourceRow | BadLine:
     if len(row) != len(header):
         return BadLine(
             where, f"has {counted(len(row), 'value')}, but the first line names {counted(len(header), 'column')}"
         )
     if not _is_text(row):
         return BadLine(where, "not UTF-8 text")
-    return Row(where, dict(zip(header, row, strict=True)))
+    return SourceRow(where, dict(zip(header, row, strict=True)))
 
 
 def _is_text(row: list[str]) -> bool:

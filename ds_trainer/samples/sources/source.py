@@ -10,7 +10,7 @@ from typing import Any
 from ds_trainer.samples.sources.files import SourceFile, find_files
 from ds_trainer.samples.sources.formats import RecordFormat, recognize, text_format
 from ds_trainer.samples.sources.record import BadLine, BadLines, BadRecord, Record
-from ds_trainer.samples.sources.rows import Row, read_rows
+from ds_trainer.samples.sources.rows import SourceRow, read_rows
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.units import counted
@@ -68,7 +68,7 @@ class Source:
             if self.spec.text_key is not None:
                 self.format = text_format(self.spec.text_key)
             else:
-                rows = (row for file in self.files for row in read_rows(file) if isinstance(row, Row))
+                rows = (row for file in self.files for row in read_rows(file) if isinstance(row, SourceRow))
                 formats = (recognize(_value(row, "text"), self.spec.kind) for row in rows)
                 self.format = next((entry for entry in formats if isinstance(entry, RecordFormat)), None)
         return self.format
@@ -135,7 +135,7 @@ def _name_problem(key: str, path: Path) -> str | None:
     return None
 
 
-def _value(row: Row, text_key: str) -> Any:
+def _value(row: SourceRow, text_key: str) -> Any:
     """The value of a row; a text file is a row with one key. Bytes that are not UTF-8 become surrogates: a bad line."""
     if not isinstance(row.value, bytes):
         return row.value

@@ -26,7 +26,7 @@ else:
 logger = get_logger(__name__)
 
 
-class _Shown:
+class _Exposed:
     """An attribute of the machinery that can be read on the Trainer. A subclass may use the name for something else."""
 
     def __init__(self, path: str, doc: str) -> None:
@@ -48,7 +48,7 @@ class _Shown:
         return attributes[self._name]
 
 
-class _Kept(_Shown):
+class _ExposedAttribute(_Exposed):
     """An attribute of the Trainer that a component keeps, like ``args``. What a subclass sets before the constructor of
     the Trainer has begun stays on the object.
     """
@@ -63,13 +63,13 @@ class _Kept(_Shown):
 
 
 def shown(path: str, doc: str) -> Any:
-    """See :class:`_Shown`; ``path`` leads from the machinery to the attribute."""
-    return _Shown(path, doc)
+    """See :class:`_Exposed`; ``path`` leads from the machinery to the attribute."""
+    return _Exposed(path, doc)
 
 
 def kept(path: str, doc: str) -> Any:
-    """See :class:`_Kept`; ``path`` leads from the machinery to the attribute."""
-    return _Kept(path, doc)
+    """See :class:`_ExposedAttribute`; ``path`` leads from the machinery to the attribute."""
+    return _ExposedAttribute(path, doc)
 
 
 class TrainerBase(_Declared):

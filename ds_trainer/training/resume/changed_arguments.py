@@ -49,7 +49,7 @@ _OPTIMIZER = ("optim", "optimizer", "optim_target_modules", "deepspeed.optimizer
 logger = get_logger(__name__)
 
 
-class Row(NamedTuple):
+class ArgumentRow(NamedTuple):
     """An argument that has changed: its name, both values, and what follows."""
 
     name: str
@@ -80,13 +80,13 @@ class Consequences:
     position: DataPosition
     rates: str
 
-    def rows(self, before: Mapping[str, Any]) -> list[Row]:
+    def rows(self, before: Mapping[str, Any]) -> list[ArgumentRow]:
         """A row for each argument that the user has changed.
 
         Args:
             before: the arguments of the run that wrote the checkpoint, as plain data.
         """
-        return [Row(name, *values, self._follows(name)) for name, values in self._changed(before)]
+        return [ArgumentRow(name, *values, self._follows(name)) for name, values in self._changed(before)]
 
     def _changed(self, before: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
         now = self.args.to_dict()
@@ -192,7 +192,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[ArgumentRow]) -> list[str]:
     """``rows`` as lines of at most :data:`WIDTH` columns; none if nothing has changed."""
     if not rows:
         return []

@@ -31,7 +31,7 @@ _TRIAL, _DONE, _FAILED = "trial", "done", "failed"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended.
 
     Attributes:
@@ -85,7 +85,7 @@ class TrialCoordinator:
             distributed.broadcast_object((_DONE, result))
             return result
 
-    def run(self, trial: SearchTrial, report: Report | None = None) -> Outcome:
+    def run(self, trial: SearchTrial, report: Report | None = None) -> TrialOutcome:
         """Run ``trial`` on all ranks. Call it on rank 0, within :meth:`lead`."""
         distributed.broadcast_object((_TRIAL, trial))
         return self._take_part(trial, report)
@@ -105,7 +105,7 @@ class TrialCoordinator:
                 assert self.fatal_error is not None
                 raise self.fatal_error
 
-    def _take_part(self, trial: SearchTrial, report: Report | None) -> Outcome:
+    def _take_part(self, trial: SearchTrial, report: Report | None) -> TrialOutcome:
         try:
             outcome = _train(self.trainer, trial, report, self.directions)
             error: Exception | None = None
@@ -113,7 +113,7 @@ class TrialCoordinator:
             error = raised
             if not isinstance(error, PeerFailure):
                 logger.error("trial %s failed on rank %d", trial.id, self.trainer.args.process_index, exc_info=error)
-            outcome = Outcome(error=error)
+            outcome = TrialOutcome(error=error)
         self._last_error = error
         if error is not None:
             # Clear the local variables of the frames of an exception: they keep the engine and the process group alive.
@@ -149,7 +149,7 @@ def _next_message() -> tuple[str, Any]:
 
 
 @fails_together
-def _train(trainer: Trainer, trial: SearchTrial, report: Report | None, directions: int | None) -> Outcome:
+def _train(trainer: Trainer, trial: SearchTrial, report: Report | None, directions: int | None) -> TrialOutcome:
     """Train, and evaluate if training has not done so. Returns the objective of rank 0 on all ranks."""
     trials = trainer._ds_trainer.trials
     trials.begin_trial(report, directions)
@@ -160,4 +160,4 @@ def _train(trainer: Trainer, trial: SearchTrial, report: Report | None, directio
             trials.record_objective(trainer.evaluate())
     except TrialPruned:
         pruned = True
-    return Outcome(distributed.broadcast_object(trials.objective), pruned)
+    return TrialOutcome(distributed.broadcast_object(trials.objective), pruned)

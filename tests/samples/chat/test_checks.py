@@ -13,13 +13,13 @@ from ds_trainer.samples.chat.problems import RenderError, SampleProblem
 from ds_trainer.samples.chat.rendering import Renderer
 from ds_trainer.samples.chat.templates import load_template
 from ds_trainer.samples.chat.tokens import IGNORED
-from ds_trainer.samples.chat.turns import Span
+from ds_trainer.samples.chat.turns import TextSpan
 from ds_trainer.samples.sources.record import Record
 from ds_trainer.utils.errors import ConfigError
 from tests.samples.chat.families import tokenizer_of
 
 TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello you<|im_end|>\n"
-SPAN = Span(TEXT.index("Hello"), TEXT.rindex("\n"))
+SPAN = TextSpan(TEXT.index("Hello"), TEXT.rindex("\n"))
 
 
 def sample():

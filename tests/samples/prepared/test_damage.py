@@ -19,7 +19,7 @@ import pytest
 from ds_trainer.samples.prepared import workers
 from ds_trainer.samples.prepared.block_file import DamagedDataset
 from ds_trainer.samples.prepared.dataset import PreparedDataset
-from ds_trainer.samples.prepared.manifest import MANIFEST_FILE, Manifest
+from ds_trainer.samples.prepared.manifest import MANIFEST_FILE, DatasetManifest
 from ds_trainer.samples.prepared.prepare import prepare
 from ds_trainer.utils.errors import ConfigError
 from tests.samples.prepared.conversations import IDENTITY, Encode, expected, parts_of, read_all, write_conversations
@@ -124,7 +124,7 @@ class TestWrongDatasets:
 
     def test_the_manifest_says_what_it_was_made_from(self, source: Source, tmp_path: Path) -> None:
         made = source.prepare(tmp_path)
-        assert Manifest.read(made.directory) == made.manifest
+        assert DatasetManifest.read(made.directory) == made.manifest
         assert made.manifest.content["identity"] == IDENTITY
         assert str(tmp_path) not in made.manifest.to_json()
 

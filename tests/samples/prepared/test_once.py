@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 
 from ds_trainer.samples.prepared import once
-from ds_trainer.samples.prepared.once import Heartbeat, Waiting, made_once
+from ds_trainer.samples.prepared.once import Waiting, WriterHeartbeat, made_once
 
 QUICK = Waiting(poll=0.02, beat=0.05, stale=0.6, report=0.1, head_start=0.0)
 FORK = multiprocessing.get_context("fork")
@@ -28,7 +28,7 @@ FORK = multiprocessing.get_context("fork")
 def counted(target: Path, seconds: float = 0.2) -> str:
     """Make a file once, and note in another file who did."""
 
-    def make(heartbeat: Heartbeat) -> str:
+    def make(heartbeat: WriterHeartbeat) -> str:
         heartbeat.doing = "writing"
         with (target.parent / "calls").open("a") as stream:
             stream.write(f"{os.getpid()}\n")
@@ -186,7 +186,7 @@ def test_the_first_rank_of_a_node_goes_first(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_error_of_the_maker_leaves_no_lock(tmp_path: Path) -> None:
-    def make(heartbeat: Heartbeat) -> str:
+    def make(heartbeat: WriterHeartbeat) -> str:
         raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
@@ -206,7 +206,7 @@ def test_what_is_there_needs_no_lock_and_no_right_to_write(tmp_path: Path) -> No
 def test_signs_of_life_name_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     path = tmp_path / "writer"
-    with Heartbeat(path, 0.02):
+    with WriterHeartbeat(path, 0.02):
         wait_until(path.exists)
         wait_until(lambda: bool(path.read_text()))
         first = json.loads(path.read_text())
