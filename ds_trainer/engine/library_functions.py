@@ -1,11 +1,11 @@
 """The functions of other packages that ds_trainer replaces, or whose inside it relies on, and digests of their sources.
 
 Another version of a package may change such a function without an error. Then a replacement no longer takes effect, or
-takes effect on something else: gradients, weights or skipped steps can be wrong silently. So every row names the
-functions, the file of ds_trainer that depends on them, what a change could corrupt, and what would show it.
-``library_functions.json`` has the digest of every function in each version that the tests have run with;
-``tools/library_functions.py`` adds those of the installed packages. :func:`changed_functions` compares. It reads source
-files, and imports nothing.
+takes effect on something else: gradients, weights or skipped steps can be wrong silently. So every row of
+``library_functions.yaml`` names the functions, the file of ds_trainer that depends on them, what a change could
+corrupt, and what would show it. ``library_functions.json`` has the digest of every function in each version that the
+tests have run with; ``tools/library_functions.py`` adds those of the installed packages. :func:`changed_functions`
+compares. It reads source files, and imports nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,53 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.engine.engine_rows import LibraryRow
-from ds_trainer.engine.library_rows import ROWS
+import yaml
 
 DIGESTS = Path(__file__).with_name("library_functions.json")
 MISSING = "missing"
 """In place of a digest, where a version does not have the function."""
+
+
+@dataclass(frozen=True)
+class LibraryRow:
+    """What one file of ds_trainer depends on.
+
+    Attributes:
+        file: its path below ``ds_trainer/``.
+        risk: what goes wrong if one of the functions changes.
+        shown_by: what would show it in a run: begins with "self-test" if that test covers it.
+        replaces: functions whose place another one takes, ``module:name``.
+        relies_on: functions whose inside the file knows.
+    """
+
+    file: str
+    risk: str
+    shown_by: str
+    replaces: tuple[str, ...] = ()
+    relies_on: tuple[str, ...] = ()
+
+
+@functools.cache
+def library_rows() -> tuple[LibraryRow, ...]:
+    """The rows of ``library_functions.yaml``."""
+    text = DIGESTS.with_suffix(".yaml").read_text(encoding="utf-8")
+    table = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C it takes a tenth of the time
+
+    def names(by_owner: Mapping[str, list[str]]) -> tuple[str, ...]:
+        owners = {key: table["owners"].get(key, key) for key in by_owner}
+        return tuple(
+            f"{owner}{'.' if ':' in owner else ':'}{name}" for key, owner in owners.items() for name in by_owner[key]
+        )
+
+    return tuple(
+        LibraryRow(**{**row, **{kind: names(row.get(kind, {})) for kind in ("replaces", "relies_on")}})
+        for row in table["rows"]
+    )
 
 
 @dataclass(frozen=True)
@@ -65,16 +101,16 @@ def known_digests() -> dict[str, dict[str, list[str]]]:
     return digests
 
 
-def functions(rows: Iterable[LibraryRow] = ROWS) -> dict[str, tuple[LibraryRow, ...]]:
-    """Every function of the table, with the rows that name it."""
-    found: dict[str, tuple[LibraryRow, ...]] = {}
-    for row in rows:
+def functions(rows: Iterable[LibraryRow] | None = None) -> dict[str, tuple[LibraryRow, ...]]:
+    """Every function of ``rows`` (None: the table), with the rows that name it."""
+    by_function: dict[str, tuple[LibraryRow, ...]] = {}
+    for row in library_rows() if rows is None else rows:
         for name in (*row.replaces, *row.relies_on):
-            found[name] = (*found.get(name, ()), row)
-    return found
+            by_function[name] = (*by_function.get(name, ()), row)
+    return by_function
 
 
-def changed_functions(rows: Iterable[LibraryRow] = ROWS) -> list[Change]:
+def changed_functions(rows: Iterable[LibraryRow] | None = None) -> list[Change]:
     """The functions of installed packages whose source is none of the known ones. Takes seconds: it parses files."""
     known, changes = known_digests(), []
     for name, of_rows in functions(rows).items():
@@ -90,10 +126,10 @@ def changed_functions(rows: Iterable[LibraryRow] = ROWS) -> list[Change]:
     return changes
 
 
-def source_files(rows: Iterable[LibraryRow] = ROWS) -> list[Path]:
-    """The files of installed packages that contain the functions of the table."""
-    found = {_file_of(name.partition(":")[0]) for name in functions(rows)}
-    return sorted(path for path in found if path is not None)
+def source_files(rows: Iterable[LibraryRow] | None = None) -> list[Path]:
+    """The files of installed packages that contain the functions of ``rows`` (None: the table)."""
+    files = {_file_of(name.partition(":")[0]) for name in functions(rows)}
+    return sorted(path for path in files if path is not None)
 
 
 def package_of(function: str) -> str:

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.engine import library_functions
-from ds_trainer.engine.engine_rows import LibraryRow
 from ds_trainer.engine.library_functions import (
     MISSING,
+    LibraryRow,
     changed_functions,
     functions,
     installed_version,
     known_digests,
+    library_rows,
     package_of,
     source_digest,
     source_files,
 )
-from ds_trainer.engine.library_rows import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED_STEP = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step"
@@ -38,8 +38,8 @@ def test_the_installed_functions_are_known() -> None:
 
 
 def test_every_row_names_a_file_of_the_package() -> None:
-    assert [row.file for row in ROWS if not (ROOT / "ds_trainer" / row.file).is_file()] == []
-    assert all(row.replaces or row.relies_on for row in ROWS)
+    assert [row.file for row in library_rows() if not (ROOT / "ds_trainer" / row.file).is_file()] == []
+    assert all(row.replaces or row.relies_on for row in library_rows())
 
 
 def imitation(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ def test_torchs_private_name_is_used_in_one_file() -> None:
     users = {
         str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "_get_default_store" in path.read_text()
     }
-    assert users == {"utils/store.py", "engine/library_rows.py"}  # the second has its digest
+    assert users == {"utils/store.py"}
 
 
 ENDS_DURING_OPERATIONS = """
