@@ -271,6 +271,25 @@ def _train_on_padding(make: Any, directory: str, arguments: dict[str, Any]) -> T
     return train_and_report(make, _padding_on_a_rank, directory, **arguments)
 
 
+def _short_epoch() -> list[dict[str, torch.Tensor]]:
+    """In its second step the last micro-batch has one sample: the other ranks have none."""
+    return samples()[:25]
+
+
+def _train_short_epochs(make: Any, directory: str, arguments: dict[str, Any]) -> Trajectory:
+    return train_and_report(make, _short_epoch, directory, **arguments)
+
+
+@pytest.mark.parametrize("ranks, stage", [(2, 1), (2, 3), (4, 2)])
+def test_a_rank_without_samples_keeps_what_others_send_its_experts(ranks: int, stage: int, tmp_path: Any) -> None:
+    values: dict[str, Any] = dict(zero_stage=stage, optim="sgd", learning_rate=RATE, max_steps=4, self_test="never")
+    values |= dict(expert_parallel_size=2, weight_decay=0.0, max_grad_norm=0.0, gradient_accumulation_steps=2)
+    values |= dict(per_device_train_batch_size=BATCH // 2 // ranks)
+    found = pool(ranks).run(_train_short_epochs, maker("qwen3_moe"), str(tmp_path), values)[0]
+    options: dict[str, Any] = dict(optimizer="sgd", learning_rate=RATE, weight_decay=0.0)
+    assert_equal(found, train_plainly(maker("qwen3_moe")(), _short_epoch(), **options), 2e-6)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_with_padding_only(stage: int, tmp_path: Any) -> None:
