@@ -110,6 +110,8 @@ def _messages(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> Fields:
 
 def _prompt_completion(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> Fields:
     fields = {key: _text_or_turns(row, key, directory) for key in keys}
+    if isinstance(fields["prompt"], str) and any(row.peek(key) for key in ("system", "system_prompt", "history")):
+        fields = {"prompt": _asked(row, "prompt"), "completion": _as_turns(fields["completion"])}
     if len({type(value) for value in fields.values()}) > 1:
         raise BadRecord("'prompt' and 'completion' must both be texts, or both be lists of turns")
     if isinstance(fields["completion"], list):
@@ -158,12 +160,35 @@ def _preference(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> Fields
         beside = [key for key in ("system", "system_prompt", "history", *_EXTRA) if key != asked and row.peek(key)]
         if answers and isinstance(prompt, str) and (asked != "prompt" or beside):
             prompt = _asked(row, asked)  # a question; a prompt may be a text that the answer goes on with
-        fields["prompt"] = prompt
+        if answers or not all(_begins(side, prompt) for side in (chosen, rejected)):
+            fields["prompt"] = prompt
+            if not answers and (isinstance(prompt, str) or chosen[0]["role"] in ("system", prompt[-1]["role"])):
+                raise BadRecord(f"{keys[0]!r} is a whole conversation, which does not begin with {asked!r}")
+        elif isinstance(prompt, list) and (prompt[0]["role"], chosen[0]["role"]) == ("system", "user"):
+            chosen, rejected = [prompt[0], *chosen], [prompt[0], *rejected]
     elif turns is not None and answers:
         fields["prompt"] = _turns(row, turns, directory)
     if isinstance(fields.get("prompt"), list):
         chosen, rejected = _as_turns(chosen), _as_turns(rejected)
+        fields["prompt"] = _with_system(fields["prompt"], row)
+    elif not isinstance(chosen, str) and not fields:
+        chosen, rejected = _with_system(chosen, row), _with_system(rejected, row)
     return _pair({"chosen": chosen, "rejected": rejected, **fields}, row, directory)
+
+
+def _begins(turns: list[dict[str, Any]], prompt: Any) -> bool:
+    """Whether a conversation begins with a prompt; one of them may leave the system prompt out."""
+    asked = _as_turns(prompt, "user")
+    if (turns[0]["role"] == "system") != (asked[0]["role"] == "system"):
+        turns, asked = ([turn for turn in side if turn["role"] != "system"] for side in (turns, asked))
+    sides = [
+        [
+            {**turn, "content": turn["content"].strip() if isinstance(turn["content"], str) else turn["content"]}
+            for turn in side
+        ]
+        for side in (turns, asked)
+    ]
+    return sides[0][: len(asked)] == sides[1]
 
 
 def _rejected_beside(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> Fields:
@@ -177,9 +202,8 @@ def _rejected_beside(row: ReadKeys, keys: tuple[str, ...], directory: Path) -> F
     last = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     prompt, chosen = turns[: last + 1], turns[last + 1 :]
     if rejected[0]["role"] != "assistant":  # a whole conversation
-        begin = [turn for turn in prompt if turn["role"] != "system"]
-        rejected = [turn for turn in rejected if turn["role"] != "system"]
-        rejected = rejected[len(begin) :] if rejected[: len(begin)] == begin else []
+        spoken = [turn for turn in rejected if turn["role"] != "system"]
+        rejected = spoken[sum(turn["role"] != "system" for turn in prompt) :] if _begins(rejected, prompt) else []
     if not chosen or not rejected or chosen == rejected:
         raise BadRecord(f"{keys[-1]!r} must be another answer to the last question of {keys[0]!r}")
     return _pair({"chosen": chosen, "rejected": rejected, "prompt": prompt}, row, directory)
@@ -196,7 +220,8 @@ def _pair(fields: Fields, row: ReadKeys, directory: Path) -> Fields:
                 and turn["role"] == "assistant"
             ):
                 raise BadRecord(f"a turn of {key!r} is marked as not to be trained on, but a pair is trained on whole")
-    return _with_images(fields, row, directory)
+    talk = any(isinstance(fields.get(key), list) for key in ("chosen", "prompt"))
+    return _with_images(_with_tools(fields, row) if talk else fields, row, directory)
 
 
 def _text_or_turns(row: ReadKeys, key: str, directory: Path) -> Any:
@@ -205,8 +230,8 @@ def _text_or_turns(row: ReadKeys, key: str, directory: Path) -> Any:
     return check_conversation(value, key, directory, row.inside) if isinstance(value, list) else check_text(value, key)
 
 
-def _as_turns(value: Any) -> list[dict[str, Any]]:
-    return value if isinstance(value, list) else [{"role": "assistant", "content": value}]
+def _as_turns(value: Any, role: str = "assistant") -> list[dict[str, Any]]:
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
 def _with_system(turns: list[dict[str, Any]], row: ReadKeys) -> list[dict[str, Any]]:
@@ -241,6 +266,8 @@ def _with_images(fields: Fields, row: ReadKeys, directory: Path) -> Fields:
 _PAIRS = (
     ("instruction (alpaca)", ("instruction", "output")),
     ("instruction and response", ("instruction", "response")),
+    ("instruction and completion", ("instruction", "completion")),
+    ("question and completion", ("question", "completion")),
     ("INSTRUCTION and RESPONSE", ("INSTRUCTION", "RESPONSE")),
     ("prompt and response", ("prompt", "response")),
     ("prompt and generation", ("prompt", "generation")),
@@ -268,6 +295,10 @@ _UNKNOWN: tuple[tuple[tuple[str, ...], str], ...] = (
     (("instruction", "revision"), "has a revised answer; rename it to response"),
     (("critiques",), "has a critique of an answer; write what is asked into prompt, and the critique into response"),
     (("unanswerable_question",), "has no answer; write the one that you want into answer, beside question and context"),
+    (("chosen", "completion"), "has a prompt under chosen; rename it to prompt"),
+    (("completion",), "has no prompt beside completion; write it into prompt, or a whole conversation into messages"),
+    (("questions", "labels"), "has labels of decisions, which no task trains on"),
+    (("request", "gold_unique_model_id"), "has a request to a model that routes, which no task trains on"),
     (("prompt",), "has a prompt without an answer that is known (completion, response, answer, generation)"),
 )
 """Keys of formats that other programs know, and why they are none here."""

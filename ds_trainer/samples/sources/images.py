@@ -74,7 +74,7 @@ def _opened(image: str) -> Iterator[Any]:
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         if isinstance(error, BadImage):
             raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).partition(" <_io.BytesIO")[0].split())[:200] or type(error).__name__
         raise BadImage(f"{shown(image)} cannot be read: {reason}") from error
 
 

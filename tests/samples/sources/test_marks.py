@@ -192,3 +192,36 @@ def test_an_answer_beside_a_conversation_makes_a_pair(tmp_path: Path, rejected: 
     }
     _, problems = read(tmp_path, {**CHAT, key: [SAY]})
     assert f"{key!r} must be another answer to the last question of 'messages'" in problems[0]
+
+
+TOLD, OTHER, MORE = {"role": "system", "content": "s"}, {**SAY, "content": "c"}, {"role": "user", "content": "d"}
+
+
+@pytest.mark.parametrize(
+    ("beside", "before", "prompt", "begins"),
+    [
+        ({"prompt": " a\n"}, [ASK], None, [ASK]),  # of the conversation: it was there twice
+        ({"question": "a"}, [ASK], None, [ASK]),
+        ({"prompt": [ASK]}, [ASK], None, [ASK]),
+        ({"prompt": [TOLD, ASK]}, [ASK], None, [TOLD, ASK]),
+        ({"prompt": [ASK]}, [TOLD, ASK], None, [TOLD, ASK]),
+        ({"prompt": "a", "system": "s"}, [ASK], None, [TOLD, ASK]),
+        ({"prompt": "a"}, [ASK, SAY, MORE], None, [ASK, SAY, MORE]),
+        ({"prompt": [ASK, SAY]}, [MORE], [ASK, SAY], [MORE]),  # which the conversation goes on with
+        ({"prompt": [ASK], "system": "s"}, [], [TOLD, ASK], []),
+        ({"system": "s"}, [ASK], None, [TOLD, ASK]),
+        ({"prompt": "d"}, [ASK], "refused", []),
+        ({"prompt": [MORE]}, [ASK], "refused", []),
+        ({"prompt": [{**TOLD, "content": "t"}, ASK]}, [TOLD, ASK], "refused", []),
+    ],
+)
+def test_a_prompt_is_read_once(tmp_path: Path, beside: Any, before: Any, prompt: Any, begins: Any) -> None:
+    """Whole conversations have it already, but for its system turn."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {**beside, "chosen": [*before, SAY], "rejected": [*before, OTHER], "tools": tools}
+    records, problems = read(tmp_path, row)
+    if prompt == "refused":
+        assert "'chosen' is a whole conversation, which does not begin with 'prompt'" in problems[0]
+    else:
+        (record,), wanted = records, {"chosen": [*begins, SAY], "rejected": [*begins, OTHER], "tools": tools}
+        assert record.fields == (wanted if prompt is None else {**wanted, "prompt": prompt}) and not record.unread
