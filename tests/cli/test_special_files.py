@@ -90,7 +90,8 @@ def mistakes_of(folder: str, name: str) -> list[str]:
     for kind, content in CONTENTS.items():
         Path(kind + suffix).write_bytes(content)
     kinds = ["fifo", "folder", "loop", "lost", "socket", *CONTENTS]
-    signal.signal(signal.SIGALRM, _late)
+    for late in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(late, _late)
     mistakes = []
     before = set(os.listdir())
     for path in [*(kind + suffix for kind in kinds), *PATHS]:
@@ -102,7 +103,8 @@ def mistakes_of(folder: str, name: str) -> list[str]:
             given = given[:-1]
         out, err = io.StringIO(), io.StringIO()
         began, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        signal.alarm(60)
+        signal.alarm(200)  # it waits; on a busy machine work takes long, too
+        signal.setitimer(signal.ITIMER_PROF, 30)
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 code: object = main(given)
@@ -111,6 +113,7 @@ def mistakes_of(folder: str, name: str) -> list[str]:
         except BaseException as error:
             code = repr(error)
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         said = err.getvalue()
         wrong = [
             "does not end with 2" * (code != 2),

@@ -19,7 +19,7 @@ def in_a_fork(function: Any, *args: Any) -> Any:
     process.start()
     child_end.close()
     try:
-        assert parent_end.poll(300), "no answer"
+        assert parent_end.poll(600), "no answer"
         good, value = parent_end.recv()
     finally:
         process.kill()
