@@ -385,11 +385,11 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
         """Topic of each field in ``--help``. Fields of other packages' subclasses have none."""
         return topics_of(cls)
 
-    def optimizer_arguments(self) -> dict[str, Any]:
-        """``optim_args`` as a dict. Values are parsed as JSON; a value that is not JSON stays a string."""
+    def optimizer_arguments(self, own: bool = False) -> dict[str, Any]:
+        """``optim_args`` for the optimizer, or the Trainer's ``own``: parsed as JSON; what is not JSON is a string."""
         parsed: dict[str, Any] = {}
         for part in (self.optim_args or "").replace(" ", "").split(","):
-            if part:
+            if part and part.startswith("gate_bias_rate=") == own:
                 name, _, text = part.partition("=")
                 try:
                     parsed[name] = parse_json(text.lower() if text in ("True", "False") else text)

@@ -2,9 +2,9 @@
 
 Of a model of transformers only the function that computes its experts is replaced (``ALL_EXPERTS_FUNCTIONS``):
 router, shared experts, names and auxiliary losses stay its own. The stacked weights of the experts,
-``[experts, ...]``, are divided along their first dimension. DeepSpeed (0.19.8) knows by the marks of its own mixtures
-that such a weight is replicated over some of the ranks only, and reduces, shards and broadcasts it there; gradients
-are divided by the number of all ranks at every ZeRO stage.
+``[experts, ...]``, are divided along their first dimension, and their adapters along the one that has the experts.
+DeepSpeed (0.19.8) knows by the marks of its own mixtures that such a weight is replicated over some of the ranks only,
+and reduces, shards and broadcasts it there; gradients are divided by the number of all ranks at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ def is_expert(parameter: torch.Tensor) -> bool:
 
 def all_experts(parameter: Any, part: torch.Tensor) -> torch.Tensor:
     """The stacked weight ``parameter`` with all experts, of which this rank has ``part``. Collective."""
-    whole = part.new_empty(getattr(parameter, _SLICE).shape)
-    all_gather_into_tensor(whole, part.contiguous(), group=parameter.ds_trainer_expert_ranks)
-    return whole
+    of, group = getattr(parameter, _SLICE), parameter.ds_trainer_expert_ranks
+    parts = part.new_empty(group.size() * part.numel())
+    all_gather_into_tensor(parts, part.reshape(-1), group=group)
+    bands = parts.view(group.size(), *of.shape[: of.dim], len(of.bands), -1, *of.shape[of.dim + 1 :])
+    return bands.movedim(0, of.dim + 1).reshape(of.shape)
 
 
 def weight_group(parameter: torch.Tensor, groups: ParallelGroups) -> ProcessGroup:
@@ -51,12 +53,22 @@ def weight_group(parameter: torch.Tensor, groups: ParallelGroups) -> ProcessGrou
     return groups.expert_replicas if is_expert(parameter) else groups.seq_data_parallel
 
 
-def mark_experts(parameter: Any, experts: int, groups: ParallelGroups) -> None:
-    """Leaves this rank its part of ``parameter``, the stacked weights of ``experts`` experts."""
-    rank, local = groups.experts.rank(), experts // groups.layout.ep
-    part = ShardSlice(tuple(parameter.shape), 0, 0, 0, ((rank * local, local),))
+def mark_experts(parameter: Any, groups: ParallelGroups, dim: int = 0, repeats: int = 1) -> None:
+    """Leaves this rank its part of ``parameter``, the weights of all experts.
+
+    Args:
+        parameter: the weights.
+        groups: the groups of this job.
+        dim: the dimension along which the experts are stacked.
+        repeats: how often all of them follow each other along it.
+    """
+    rank, ranks = groups.experts.rank(), groups.layout.ep
+    width = parameter.shape[dim] // (ranks * repeats)
+    bands = tuple(((repeat * ranks + rank) * width, width) for repeat in range(repeats))
+    part = ShardSlice(tuple(parameter.shape), 0, 0, dim, bands)
     setattr(parameter, _SLICE, part.run(0, part.slice_numel))
-    parameter.data = parameter.data[rank * local : (rank + 1) * local].clone()
+    held = parameter.data.unflatten(dim, (repeats, ranks, width)).select(dim + 1, rank)
+    parameter.data = held.reshape(part.slice_shape).clone()
     # DeepSpeed's marks: replicated over the ranks of a group of this name only, and not over all.
     parameter.allreduce = False
     parameter.group_name = parameter.ds_zero_partition_group_name = EXPERTS

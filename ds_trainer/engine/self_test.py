@@ -223,7 +223,7 @@ def _checked(config: CompiledConfig, layout: ParallelLayout, device: torch.devic
     before = {name: parameter.detach().cpu().double() for name, parameter in model.named_parameters()}
     if model.mixture is not None:
         groups = parallel_groups(layout)
-        mark_experts(model.mixture.weight, layout.ep, groups)
+        mark_experts(model.mixture.weight, groups)
         model.mixture.exchange = ExpertExchange("mixture", groups.experts, 1, _products)
     optimizer = torch.optim.SGD(separate_experts([{"params": list(model.parameters())}]), lr=0.0)
     engine = TrainingEngine(model, optimizer, config, layout)

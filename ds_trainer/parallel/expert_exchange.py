@@ -54,6 +54,15 @@ def forget_padding(*_: Any) -> None:
     _running.mask = None
 
 
+def without_padding(experts: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``experts [tokens, k]`` as int64 ``[tokens x k]``, ``number`` for padding, and how often each: ``[number]``."""
+    ids, mask = experts.reshape(-1).long(), getattr(_running, "mask", None)
+    if mask is not None and len(mask) == len(experts):
+        ids = torch.where(mask[:, None], experts, number).reshape(-1).long()  # after all experts
+    # Of one size on all devices: bincount would make a GPU wait for the largest number.
+    return ids, ids.new_zeros(number + 1).scatter_add_(0, ids, torch.ones_like(ids))[:number]
+
+
 class _CheckpointedCall:
     """One call of a checkpointed function, whose routes are kept for the pass that computes it again.
 
@@ -175,13 +184,8 @@ class ExpertExchange:
 
     @torch.no_grad()
     def _new_route(self, experts: torch.Tensor) -> Route:
-        ids, number = experts.reshape(-1).long(), self._ranks * self._local_experts
-        mask: torch.Tensor | None = getattr(_running, "mask", None)
-        if mask is not None and len(mask) == len(experts):
-            ids = torch.where(mask[:, None], experts, number).reshape(-1).long()  # after all experts
+        ids, counts = without_padding(experts, self._ranks * self._local_experts)
         order = torch.argsort(ids, stable=True)
-        # Of one size on all devices: bincount would make a GPU wait for the largest number.
-        counts = ids.new_zeros(number + 1).scatter_add_(0, ids, torch.ones_like(ids))[:number]
         arriving = torch.empty_like(counts)
         self.send(arriving, counts)
         if self._counts:

@@ -35,14 +35,14 @@ def test_the_self_test_passes_with_divided_experts() -> None:
         assert max(one.error for one in reports if one.precision == "fp32") < 1e-5
 
 
-def a_factor(parameter: Any, experts: int, groups: Any) -> None:
-    mark_experts(parameter, experts, groups)
+def a_factor(parameter: Any, groups: Any) -> None:
+    mark_experts(parameter, groups)
     parameter.register_hook(lambda gradient: gradient * 2)  # both numbers of ranks, that divide and that replicate
 
 
-def other_experts(parameter: Any, experts: int, groups: Any) -> None:
+def other_experts(parameter: Any, groups: Any) -> None:
     parameter.data = parameter.data.flip(0)
-    mark_experts(parameter, experts, groups)
+    mark_experts(parameter, groups)
 
 
 def a_token_less(rows: torch.Tensor, *sizes: Any) -> torch.Tensor:

@@ -160,6 +160,9 @@ def _text_problems(args: Any) -> Iterator[str]:
     for part in (args.optim_args or "").replace(" ", "").split(","):
         if part and "=" not in part:
             yield f"optim_args={args.optim_args!r}: '{part}' is not of the form name=value."
+    rate = args.optimizer_arguments(own=True).get("gate_bias_rate", 1)
+    if type(rate) not in (int, float) or not 0 < rate <= 1:
+        yield f"optim_args={args.optim_args!r}: gate_bias_rate must be above 0 and at most 1, such as 0.001."
     kwargs = ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     for name in (*kwargs, "model_init_kwargs"):
         yield from _json_problems(name, getattr(args, name))

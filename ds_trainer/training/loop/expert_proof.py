@@ -8,7 +8,7 @@ direction: of the tokens, of the weights of the router, and of each expert. No r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,10 @@ class _Compared:
     def __call__(
         self, module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        own = {name: p.detach() for name, p in module.named_parameters(recurse=False) if expert_slice(p) is not None}
+        # With adapters, peft makes a property of a weight that adds them, and the parameter is that of a child.
+        names = [name for name, parameter in module.named_parameters() if expert_slice(parameter) is not None]
+        names = [name.removeprefix("parametrizations.").removesuffix(".original") for name in names]
+        own = {name: getattr(module, name).detach() for name in names}
         result, *gradients = _with_gradients(self._exchange, module, hidden, experts, weights, own)
         wanted = _of_whole_experts(self._exchange.group, module, hidden, experts, weights, own)
         pairs = list(zip([result, *gradients], wanted, strict=True))
@@ -115,18 +118,23 @@ def _with_gradients(
 ) -> list[torch.Tensor]:
     """The results with the weights ``own``, and the gradients of the tokens, the routing weights and of ``own``."""
     leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weights, *own.values())]
-    # Attributes of the instance come before its parameters, which DeepSpeed watches.
-    vars(module).update(zip(own, leaves[2:], strict=True))
-    try:
-        with torch.enable_grad():
-            result = compute(module, leaves[0], experts, leaves[1])
-            result = result + 0 * leaves[0].sum()  # which no loop touches that has no token
-            gradients = torch.autograd.grad(result, leaves, _direction(result), allow_unused=True)
-    finally:
-        for name in own:
-            del vars(module)[name]
+    with torch.enable_grad():
+        result = compute(_WithWeights(module, zip(own, leaves[2:], strict=True)), leaves[0], experts, leaves[1])
+        result = result + 0 * leaves[0].sum()  # which no loop touches that has no token
+        gradients = torch.autograd.grad(result, leaves, _direction(result), allow_unused=True)
     filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
     return [result.detach(), *filled]
+
+
+class _WithWeights:
+    """A module of experts with other weights."""
+
+    def __init__(self, module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        vars(self).update(weights)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _direction(result: torch.Tensor) -> torch.Tensor:
@@ -149,7 +157,7 @@ def _of_whole_experts(
     k = experts.shape[1]
     total = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (hidden, hidden, weights)]
     of_own: list[torch.Tensor] = []
-    (first, *_) = filter(None, map(expert_slice, module.parameters(recurse=False)))
+    (first, *_) = filter(None, map(expert_slice, module.parameters()))
     starts = torch.empty(group.size(), dtype=torch.int64, device=hidden.device)
     dist.all_gather_into_tensor(starts, starts.new_tensor([first.bands[0][0]]), group=group)
     for rank, start in enumerate(starts.tolist()):

@@ -270,6 +270,11 @@ class StepRunner:
         self._first_steps = first_steps
         self.learning_rate: Any = float("nan")
         engine.during_backward = health.clock.backward
+        self._gate_biases = None
+        if "gate_bias_rate" in (own := events.args.optimizer_arguments(own=True)):
+            from ds_trainer.training.model.expert_division import GateBiases
+
+            self._gate_biases = GateBiases(engine.deepspeed.module, engine.layout, own["gate_bias_rate"])
 
     def run(self, source: Iterator[Any], micro_steps: int) -> Update:
         """One optimizer step. Collective.
@@ -324,6 +329,8 @@ class StepRunner:
             raise
         update = guard.after_update(applied, batches, losses)
         events.notify("on_optimizer_step")
+        if applied and self._gate_biases is not None:
+            self._gate_biases.update()
         if applied and self._schedule is not None:
             self._schedule.step()
 
@@ -353,6 +360,8 @@ class StepRunner:
             for index, batch in enumerate(parts):
                 last, local = index == len(parts) - 1, batch.local if isinstance(batch, ShardedBatch) else batch
                 engine.begin_micro_batch(last, isinstance(local, Dummy))
+                if self._gate_biases is not None:
+                    self._gate_biases.begin_micro_batch(index, isinstance(local, Dummy))
                 run = partial(self._micro_batches.run, items=items, step=step, index=index)
                 losses.append(run(batch) if recovery is None else recovery.run(run, batch))
                 if begin_copy is not None and not last:  # beside what the device still computes

@@ -5,14 +5,20 @@ Only the function that computes the experts is replaced, by the interface of tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_trainer.engine.expert_parallel import is_expert, mark_experts
-from ds_trainer.parallel.expert_exchange import ExpertExchange, forget_padding, keep_routes, note_padding
+from ds_trainer.parallel.expert_exchange import (
+    ExpertExchange,
+    forget_padding,
+    keep_routes,
+    note_padding,
+    without_padding,
+)
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
@@ -31,8 +37,8 @@ _NONE = (
 )
 _UNEVEN = "expert_parallel_size={size} does not divide the {experts} experts of {name}. Set it to {sizes}."
 _ADAPTED = (
-    "expert_parallel_size={size}: {name} is wrapped by an adapter library, and only the model's own experts are "
-    "divided. Apply adapters to other layers, or set expert_parallel_size=1."
+    "expert_parallel_size={size}: {name} has adapters that cannot be divided with its experts. Use LoRA with "
+    "target_parameters that have a dimension for each of experts, inputs and outputs, or set expert_parallel_size=1."
 )
 _BYPASSED = (
     "expert_parallel_size: {name} has run without sending tokens to the ranks that hold their experts, so something "
@@ -66,10 +72,16 @@ def expert_problems(model: nn.Module, size: int) -> list[str]:
         if experts % size:
             sizes = " or ".join(str(number) for number in range(1, experts + 1) if experts % number == 0)
             return [_UNEVEN.format(size=size, experts=experts, name=name, sizes=sizes)]
-        parent = model.get_submodule(name.rpartition(".")[0])
-        if hasattr(parent, "base_layer"):
+        if any(getattr(w, "num_experts", 0) != experts or not hasattr(w, "lora_A") for w in _wrappers(model, name)):
             return [_ADAPTED.format(size=size, name=name)]
     return []
+
+
+def _wrappers(model: nn.Module, name: str) -> Iterator[Any]:
+    """The modules of peft around the layer ``name``: one for each of its parameters that has adapters."""
+    while name.endswith(".base_layer"):
+        name = name.rpartition(".")[0]
+        yield model.get_submodule(name)
 
 
 def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
@@ -88,13 +100,19 @@ def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
         return
     if problems := expert_problems(model, size):
         raise ConfigError(problems)
-    model.register_forward_pre_hook(note_padding, with_kwargs=True)
-    model.register_forward_hook(forget_padding, always_call=True)
+    _watch_padding(model)
     layers = expert_layers(model)
     configs = {id(module.config): module.config for module in layers.values()}
     products = {key: _product(config) for key, config in configs.items()}
     for name, module in layers.items():
+        for wrapper in _wrappers(model, name):
+            _divide_adapters(wrapper, groups)
         _divide(name, module, groups, products[id(module.config)])
+
+
+def _watch_padding(model: nn.Module) -> None:
+    model.register_forward_pre_hook(note_padding, with_kwargs=True)
+    model.register_forward_hook(forget_padding, always_call=True)
 
 
 def _product(config: Any) -> Callable[..., Any]:
@@ -110,11 +128,10 @@ def _product(config: Any) -> Callable[..., Any]:
 
 
 def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..., Any]) -> None:
-    experts = module.num_experts
     for parameter in module.parameters(recurse=False):
-        if parameter.shape[:1] == (experts,):
-            mark_experts(parameter, experts, groups)
-    module.num_experts = experts // groups.layout.ep
+        if parameter.shape[:1] == (module.num_experts,):
+            mark_experts(parameter, groups)
+    module.num_experts //= groups.layout.ep
     exchange = ExpertExchange(name, groups.experts, module.num_experts, product)
     # Not a child of the module: it is no part of the model.
     object.__setattr__(module, EXCHANGE, exchange)
@@ -126,6 +143,16 @@ def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..
     module.register_forward_hook(check)
 
 
+def _divide_adapters(wrapper: Any, groups: ParallelGroups) -> None:
+    """Divides the factors of peft's LoRA of a stacked weight: A is ``[experts x r, in]``, B ``[out, r x experts]``."""
+    for adapter, factor in wrapper.lora_A.items():
+        mark_experts(factor.weight, groups)
+        mark_experts(wrapper.lora_B[adapter].weight, groups, dim=1, repeats=wrapper.r[adapter])
+    wrapper.num_experts //= groups.layout.ep
+    if wrapper.num_experts == 1:  # peft (0.21) then takes the weight for that of a linear layer, [out, in]
+        wrapper.fan_in_fan_out = wrapper.get_base_layer().is_transposed
+
+
 def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
     if exchange is None:  # another model with this configuration
@@ -134,6 +161,74 @@ def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights
         product: Callable[..., torch.Tensor] = grouped_mm_experts_forward
         return product(module, hidden, experts, weights)
     return exchange(module, hidden, experts, weights)
+
+
+_BIAS, _TOKENS, _OWNER = "e_score_correction_bias", "ds_trainer_tokens", "ds_trainer_gate_biases"
+
+
+class GateBiases:
+    """Balances experts without an auxiliary loss, by the biases with which their gate chooses them (DeepSeek-V3).
+
+    After each update of the weights, the bias of an expert with fewer tokens than the mean of its layer rises by the
+    rate, and that of one with more falls. Counted are the tokens of the step over all ranks, without padding. Counts
+    are buffers, so that passes that are measured, or run again, do not change them.
+
+    Args:
+        model: the model of an engine.
+        layout: the layout of the job.
+        rate: the change of a bias.
+
+    Attributes:
+        counts: whether a forward pass counts.
+
+    Raises:
+        ConfigError: no gate has a bias in float32.
+    """
+
+    def __init__(self, model: nn.Module, layout: ParallelLayout, rate: float) -> None:
+        self.counts = True
+        self._rate = rate
+        self._group = parallel_groups(layout).seq_data_parallel
+        self._layers: list[tuple[nn.Module, nn.Module]] = []  # the experts, and what has the bias
+        for name, module in expert_layers(model).items():
+            block = model.get_submodule(name.replace(".base_layer", "").rpartition(".")[0])
+            gates = [gate for gate in block.modules() if gate._buffers.get(_BIAS) is not None]
+            if len(gates) != 1 or gates[0]._buffers[_BIAS].dtype != torch.float32:  # type: ignore[union-attr]
+                continue
+            if _TOKENS not in module._buffers:
+                _watch_padding(model)
+                module.register_forward_pre_hook(_count_tokens)
+            object.__setattr__(module, _OWNER, self)  # of this training
+            empty = torch.zeros_like(gates[0]._buffers[_BIAS], dtype=torch.int64)  # type: ignore[arg-type]
+            module.register_buffer(_TOKENS, empty, persistent=False)
+            self._layers.append((module, gates[0]))
+        if not self._layers:
+            raise ConfigError(
+                f"optim_args: gate_bias_rate={rate}, but no gate of {type(model).__name__} has a buffer {_BIAS} in "
+                "float32 that chooses among stacked experts. Remove gate_bias_rate."
+            )
+
+    def begin_micro_batch(self, index: int, is_dummy: bool) -> None:
+        """Before the ``index``-th micro-batch of a step; the first one forgets what was counted before."""
+        self.counts = not is_dummy
+        for experts, _ in self._layers if index == 0 else ():
+            experts._buffers[_TOKENS].zero_()  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step that has changed the weights. Collective."""
+        tokens: Any = [experts._buffers[_TOKENS] for experts, _ in self._layers]
+        flat = torch.cat(tokens)
+        distributed.all_reduce_sum(flat, group=self._group)
+        for (_, gate), load in zip(self._layers, flat.split([len(one) for one in tokens]), strict=True):
+            gate._buffers[_BIAS] += self._rate * (load.sum() - load * len(load)).sign()
+
+
+def _count_tokens(module: Any, args: tuple[Any, ...]) -> None:
+    # Within a backward pass a layer runs again.
+    if module.training and vars(module)[_OWNER].counts and torch._C._current_graph_task_id() == -1:
+        tokens = module._buffers[_TOKENS]
+        tokens += without_padding(args[1].detach(), len(tokens))[1]
 
 
 _LOADS = ("entropy", "busiest_share", "dead")
@@ -160,7 +255,9 @@ def expert_log(model: nn.Module, layout: ParallelLayout, steps: int, device: tor
     found: dict[str, float] = {}
     worst = [1.0, 0.0, 0]
     for name, load in zip(exchanges, flat.double().cpu().split([len(load) for load in loads]), strict=True):
-        share = load / load.sum().clamp(min=1)
+        if not load.any():  # not run: the original of a copy that adapters train
+            continue
+        share = load / load.sum()
         entropy = float(torch.special.entr(share).sum() / max(torch.tensor(len(load)).double().log(), 1e-30))
         busiest, dead = float(share.max()), int((load == 0).sum())
         found |= {f"experts/{name}/{key}": value for key, value in zip(_LOADS, (entropy, busiest, dead), strict=True)}

@@ -31,11 +31,11 @@ def a_gradient_twice(context: Any, gradient: torch.Tensor) -> Any:
     return backward(context, gradient * 2)
 
 
-def other_experts(parameter: Any, experts: int, groups: Any) -> None:
+def other_experts(parameter: Any, groups: Any) -> None:
     """The experts of the other rank, in the place of its own."""
     other = 1 - groups.experts.rank()
     with mock.patch.object(type(groups.experts), "rank", lambda group: other):
-        mark_experts(parameter, experts, groups)
+        mark_experts(parameter, groups)
 
 
 def neighbors(config: Any) -> Callable[..., Any]:
