@@ -352,7 +352,7 @@ EXAMPLES: dict[str, Example] = {
             ("experts-without-zeropp", {"zero_stage": 3, "deepspeed": _HPZ}),
             ("experts-at-stage-0-in-float32", {"zero_stage": 0, "bf16": True}),
             ("experts-in-eager-mode", {"torch_compile": True}),
-            ("experts-without-offload", {"zero_stage": 2, "offload_optimizer": "cpu"}),
+            ("experts-with-plain-offload", {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": "/nvme"}),
         )
     },
     "deepcompile-needs-gpu": Example({"deepspeed": {"compile": {"deepcompile": True}}}, {"device": "cuda"}),

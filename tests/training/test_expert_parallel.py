@@ -67,12 +67,13 @@ class Case(NamedTuple):
     recomputes: bool = False
     axes: tuple[tuple[str, int], ...] = ()
     to_one: bool = False
+    offloads: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """For pytest."""
         others = [f"{axis}{size}" for axis, size in self.axes]
-        others += ["recomputes"] * self.recomputes + ["to_one"] * self.to_one
+        others += ["recomputes"] * self.recomputes + ["to_one"] * self.to_one + [*self.offloads]
         return "-".join([self.family, f"{self.ranks}ranks", f"ep{self.experts}", f"zero{self.stage}", *others])
 
 
@@ -95,6 +96,9 @@ def train(case: Case, directory: Any, batch: int = BATCH) -> Trajectory:
         self_test="never",
         **{f"{axis}_parallel_size": size for axis, size in case.axes},
     )
+    if case.offloads:
+        arguments |= {f"offload_{state}": "cpu" for state in case.offloads}
+        arguments["deepspeed"] = {"zero_force_ds_cpu_optimizer": False}
     options = {"to_one_expert": True} if case.to_one else {}
     make = maker(case.family, **options)
     reports = pool(case.ranks).run(_train, make, str(directory), arguments)
@@ -131,6 +135,12 @@ AXES = [
     *(Case(4, 2, stage, axes=((axis, 2),)) for stage in (1, 3) for axis in ("tensor", "context", "sequence")),
     Case(4, 4, 2, axes=(("context", 2),)),
 ]
+OFFLOADED = [
+    Case(2, 2, 1, offloads=("optimizer",)),
+    Case(4, 2, 2, accumulation=2, offloads=("optimizer",)),
+    Case(4, 2, 3, accumulation=2, offloads=("optimizer",)),
+    Case(2, 2, 3, "gpt_oss", offloads=("optimizer", "param")),
+]
 FAMILIES = [Case(2, 2, index % 4, family) for index, family in enumerate(CONFIGURATIONS) if family != "qwen3_moe"]
 
 
@@ -146,6 +156,12 @@ def test_other_axes(case: Case, tmp_path: Any) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("case", OFFLOADED, ids=lambda case: case.name)
+def test_offload(case: Case, tmp_path: Any) -> None:
+    check(case, tmp_path)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_families(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)
@@ -157,6 +173,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunked loss": ({}, {"loss_chunk_tokens": 5}),
     "auxiliary loss": ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, {}),
     "AdamW, clipped": ({}, {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.1}),
+    "AdamW, offloaded": ({}, {"optim": "adamw_torch", "learning_rate": 1e-3, "offload_optimizer": "cpu"}),
 }
 
 

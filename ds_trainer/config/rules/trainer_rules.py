@@ -182,12 +182,24 @@ TRAINER = (
         "Remove torch_compile and fp8, or set expert_parallel_size=1.",
     ),
     Rule(
-        "experts-without-offload",
+        "experts-with-plain-offload",
         "Settings that the Trainer manages",
-        ("expert_parallel_size", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
-        lambda c: c.layout.ep > 1 and (c.offloads("optimizer") or c.offloads("param")),
-        "offload of divided experts is not supported",
-        "Set expert_parallel_size=1, or offload nothing: each rank holds a part of the experts only.",
+        (
+            "expert_parallel_size",
+            *(f"zero_optimization.{key}" for key in ("offload_optimizer", "offload_param", "zenflow")),
+        ),
+        lambda c: (
+            c.layout.ep > 1
+            and (
+                c.offloads("optimizer", "nvme")
+                or c.offloads("param", "nvme")
+                or c.zero("zenflow") is not None
+                or c.on("zero_optimization.offload_optimizer.super_offload")
+                or c.zero("offload_optimizer.ratio", 1) != 1
+            )
+        ),
+        "divided experts are offloaded to host memory only, with no part left on the device",
+        "Set the device cpu and no ratio, super_offload or zenflow, or expert_parallel_size=1.",
     ),
     Rule(
         "deepcompile-needs-gpu",
