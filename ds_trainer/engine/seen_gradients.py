@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ds_trainer.engine.whole_reduction import WholeReduction
+
 
 class SeenGradients:
     """The gradients of one step on this rank.
@@ -55,11 +57,24 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 class WholeGradients(SeenGradients):
-    """Without ZeRO: gradients are reduced whole, and a number for each parameter together with them."""
+    """Without ZeRO: gradients are reduced whole, and then a number for each parameter.
 
-    def __init__(self, engine: Any, ranks: int) -> None:
+    Args:
+        engine: DeepSpeed's engine.
+        ranks: over which gradients are reduced.
+        overlaps: whether they are reduced while the backward pass runs.
+    """
+
+    def __init__(self, engine: Any, ranks: int, overlaps: bool) -> None:
         super().__init__([p for p in engine.module.parameters() if p.requires_grad])
+        self._reduction: WholeReduction | None = WholeReduction(engine, ranks, overlaps)
         self._report(engine, "_get_gradients_for_reduction", ranks)
+
+    def interrupted(self) -> None:
+        """See :class:`SeenGradients`."""
+        super().interrupted()
+        if self._reduction is not None:
+            self._reduction.interrupted()
 
     def _report(self, owner: Any, name: str, ranks: int) -> None:
         """Extends the method that returns the gradients of a step when they are reduced."""
@@ -69,8 +84,9 @@ class WholeGradients(SeenGradients):
             unseen = self.without_gradient()
             gradients, of_experts = original()
             self.passed(unseen)
-            if ranks > 1 and gradients:
-                self.elsewhere = torch.ones(len(self.parameters), dtype=gradients[0].dtype, device=gradients[0].device)
+            if ranks > 1 and self.parameters:
+                like = gradients[0] if gradients else self.parameters[0].grad
+                self.elsewhere = torch.ones(len(self.parameters), dtype=like.dtype, device=like.device)
                 if self.unseen:
                     self.elsewhere[sorted(self.unseen)] = 0
                 gradients = [*gradients, self.elsewhere]
@@ -88,6 +104,7 @@ class Float32Gradients(WholeGradients):
 
     def __init__(self, optimizer: Any, ranks: int) -> None:
         SeenGradients.__init__(self, [p for group in optimizer.bf16_groups for p in group])
+        self._reduction = None
         self._optimizer = optimizer
         self._report(optimizer, "get_grads_for_reduction", ranks)
         self._norm = optimizer.get_grads_for_norm
@@ -200,13 +217,14 @@ class PartitionedGradients(SeenGradients):
                 optimizer.averaged_gradients[group][place] = buffers[parameter.ds_id]
 
 
-def seen_gradients(engine: Any, fixed_order: SeenGradients | None, ranks: int) -> SeenGradients | None:
+def seen_gradients(engine: Any, fixed_order: SeenGradients | None, ranks: int, overlaps: bool) -> SeenGradients | None:
     """What knows the gradients of DeepSpeed's ``engine``; None for optimizers that step in another way.
 
     Args:
         engine: DeepSpeed's engine.
         fixed_order: that of ZeRO 1 and 2.
         ranks: over which gradients are reduced.
+        overlaps: whether gradients of stage 0 are reduced while the backward pass runs.
     """
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -219,4 +237,4 @@ def seen_gradients(engine: Any, fixed_order: SeenGradients | None, ranks: int) -
         return Float32Gradients(optimizer, ranks)
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         return PartitionedGradients(optimizer)
-    return None if isinstance(optimizer, ZeROOptimizer) else WholeGradients(engine, ranks)
+    return None if isinstance(optimizer, ZeROOptimizer) else WholeGradients(engine, ranks, overlaps)

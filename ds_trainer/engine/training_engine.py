@@ -170,12 +170,11 @@ class TrainingEngine:
         skip_input_check(self.deepspeed)
         batches = BatchPlan(layout, config.micro_batch_size, config.gradient_accumulation_steps)
         verify_engine_topology(self.deepspeed, self.groups, batches)
-        self.reduction_order = reduce_in_fixed_order(
-            self.deepspeed, bool(config.get("zero_optimization.overlap_comm", True))
-        )
+        overlaps = bool(config.get("zero_optimization.overlap_comm", True))
+        self.reduction_order = reduce_in_fixed_order(self.deepspeed, overlaps)
         if self._zero3 is not None:
             self._zero3.trains()
-        seen = seen_gradients(self.deepspeed, self.reduction_order, layout.seq_data_parallel_size)
+        seen = seen_gradients(self.deepspeed, self.reduction_order, layout.seq_data_parallel_size, overlaps)
         by_deepspeed = config.uses_deepspeed_compiler
         self._compiled = bool(by_deepspeed) or compile_options is not None
         if self._zero3 is not None:

@@ -148,9 +148,9 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     parts["exchange of tokens"] = exchange_seconds(model, run, cluster) / reached["links"] * run.accumulation
     if run.stage == 3:  # what overlaps cannot hide more than the computation lasts
         parts["ZeRO communication"] = _exposed(weights + gradients, busy, reached["overlap"]) * run.accumulation
-    else:  # beside the backward pass, the larger part of a micro-batch, but for stage 0 and offload
-        hides = run.stage > 0 and not run.offload_optimizer
-        exposed = _exposed(gradients, busy * 2 / 3, reached["overlap"]) if hides else gradients
+    else:  # beside the backward pass, the larger part of a micro-batch, but for offload
+        hidden = 0.0 if run.offload_optimizer else reached["overlap"]
+        exposed = _exposed(gradients, busy * 2 / 3, hidden)
         parts["ZeRO communication"] = exposed * (run.accumulation if run.stage == 2 else 1)
     if run.stage in (1, 2):
         parts["ZeRO communication"] += weights  # the updated weights, after the step

@@ -1,4 +1,4 @@
-"""ZeRO 1 and 2 train with DeepSpeed's bits, and with structures whose size does not depend on the ranks."""
+"""Stages 0 to 2 train with DeepSpeed's bits, ZeRO 1 and 2 with structures whose size does not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_trainer import TrainingArguments
 from ds_trainer.config.compiler import compile_config
-from ds_trainer.engine import reduction_order, training_engine
+from ds_trainer.engine import reduction_order, seen_gradients, training_engine, whole_reduction
 from ds_trainer.engine.gradient_partitions import own_gradient_partition
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
@@ -62,6 +62,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "autocast": {"torch_autocast": "bf16"},
     "float32 communication": {"bf16": True, "deepspeed": {"communication_data_type": "fp32"}},
+    "divided before": {"deepspeed": {"prescale_gradients": True}},
+    "divided twice": {"deepspeed": {"gradient_predivide_factor": 4.0}},
     "float32 accumulation": {"bf16": True, "deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}},
 }
 
@@ -79,24 +81,27 @@ def trained(deepspeeds: bool, stage: int, zero: str, precision: str, groups: int
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_grad_norm=0.5,
-        deepspeed={**config, "zero_optimization": {"stage": stage, **ZERO[zero], **waits}},
+        deepspeed={**config, "zero_optimization": {"stage": stage, **ZERO.get(zero, {}), **waits}},
         **settings,
     )
     layout = ParallelLayout(distributed.world_size())
     compiled = compile_config(args, layout, device="cpu", client_optimizer="a test")
     patch = pytest.MonkeyPatch()
+    patch.setattr(whole_reduction, "BUCKET", 130)
     if deepspeeds:
+        patch.setattr(seen_gradients, "WholeReduction", lambda *_: None)
         patch.setattr(training_engine, "own_gradient_partition", nullcontext)
         if zero != "smaller buckets":
             patch.setattr(reduction_order, "can_overlap", lambda optimizer: False)
-    model = Odd()
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, later = Odd(), zero == "a layer is trained later"
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad or later]
     parts: Any = [{"params": trainable[i::groups], "weight_decay": 0.01 * i} for i in range(groups)]
     engine = training_engine.TrainingEngine(model, torch.optim.AdamW(parts, lr=0.1), compiled, layout)
     patch.undo()
     generator = torch.Generator().manual_seed(distributed.rank())
     found: list[torch.Tensor] = []
     for micro_batch in range(6):
+        model.frozen.requires_grad_(later and micro_batch > 1)
         engine.begin_micro_batch(last=micro_batch % 2 == 1)
         loss = engine.deepspeed(torch.randn(2, 7, generator=generator).to(next(model.parameters()).dtype))
         engine.backward(loss / distributed.world_size())
@@ -126,7 +131,10 @@ def trained_alike(*case: Any) -> tuple[bool, bool]:
     return all(same), own == expected
 
 
+STAGE_0 = ("fp32", "bf16", "autocast", "float32 communication", "divided before", "divided twice")
 DEFAULT = [
+    *((2, 0, "", precision, 2) for precision in STAGE_0),
+    (2, 0, "a layer is trained later", "fp32", 2),
     *((3, 2, zero, "bf16", 2) for zero in ("", "small buckets", "round robin", "one reduction a rank")),
     *((3, 2, "small buckets", precision, 1) for precision in PRECISIONS if precision not in ("fp32", "bf16")),
     (3, 1, "offload", "fp32", 2),
@@ -136,8 +144,15 @@ CASES = [
     for case in dict.fromkeys(
         [
             *DEFAULT,
-            *((world, stage, zero, "bf16", 2) for world in (1, 2, 3, 8) for stage in (1, 2) for zero in ZERO),
+            *(
+                (world, stage, zero, "bf16", 2)
+                for world in (1, 2, 3, 8)
+                for stage in (1, 2)
+                for zero in ZERO
+                if "later" not in zero
+            ),
             *((2, stage, zero, one, 2) for stage in (1, 2) for zero in ("", "round robin") for one in PRECISIONS),
+            *((1, 0, "", precision, 2) for precision in STAGE_0),
         ]
     )
 ]

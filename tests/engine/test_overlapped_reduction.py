@@ -1,4 +1,4 @@
-"""ZeRO 1 and 2 reduce beside the backward pass: early, in one order, and with the bits of a reduction that waits."""
+"""Stages 0 to 2 reduce beside the backward pass: early, in one order, and with the bits of a reduction that waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_trainer.engine import overlapped_reduction
+from ds_trainer.engine import overlapped_reduction, whole_reduction
 from tests.support.expert_models import maker
 from tests.support.layouts import grouped_query, tied
 from tests.support.mixed_batches import Images, Rows, TwoTowers, collate
@@ -55,7 +55,9 @@ def run(model: str, stage: int, accumulation: int, overlaps: bool, directory: st
     make, data, arguments = MODELS[model]
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
     zero = {"zero_optimization": {"reduce_bucket_size": BUCKET, "overlap_comm": overlaps}}
-    return train_and_report(make, data, directory, zero_stage=stage, deepspeed=zero, **sizes, **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_reduction, "BUCKET", BUCKET)
+        return train_and_report(make, data, directory, zero_stage=stage, deepspeed=zero, **sizes, **arguments)
 
 
 def run_twice(model: str, stage: int, accumulation: int, directory: str) -> bool:
@@ -65,14 +67,14 @@ def run_twice(model: str, stage: int, accumulation: int, directory: str) -> bool
     return all(alike) and one.losses == other.losses and one.grad_norms == other.grad_norms
 
 
-@pytest.mark.cases(6, rest="extended")
+@pytest.mark.cases(8, rest="extended")
 @pytest.mark.parametrize(
     ("model", "stage", "accumulation", "world"),
     [
         *(("unused modules", 1, 3, 2), ("tied", 2, 1, 4), ("experts", 2, 3, 2), ("bf16, float32 sums", 2, 3, 2)),
-        *(("recomputed", 1, 1, 2), ("tensor parallel", 1, 3, 4)),
-        *((model, stage, accumulation, 2) for model in MODELS for stage in (1, 2) for accumulation in (1, 3)),
-        *((model, stage, 3, 4) for model in MODELS for stage in (1, 2)),
+        *(("recomputed", 1, 1, 2), ("tensor parallel", 1, 3, 4), ("unused modules", 0, 3, 2), ("bf16", 0, 1, 4)),
+        *((model, stage, accumulation, 2) for model in MODELS for stage in (0, 1, 2) for accumulation in (1, 3)),
+        *((model, stage, 3, 4) for model in MODELS for stage in (0, 1, 2)),
     ],
 )
 def test_the_bits_are_those_of_a_reduction_that_waits(
@@ -88,16 +90,16 @@ def share_sent_early(stage: int, accumulation: int, overlaps: bool, directory: s
     """The share of the gradients that were sent before the gradient of the embedding, the last one, was there."""
     sent, state = {True: 0, False: 0}, {"complete": False}
     MODELS["watched"] = (lambda: watched(state), TOKENS, {})
-    send = overlapped_reduction.OverlappedReduction._send
+    owner: Any = overlapped_reduction.OverlappedReduction if stage else whole_reduction.WholeReduction
+    send = owner._send
 
-    def counted(self: Any, bucket: Any, dtype: Any, fills_again: bool) -> None:
-        sent[not state["complete"]] += bucket.elements
-        send(self, bucket, dtype, fills_again)
+    def counted(self: Any, bucket: Any, *given: Any, **named: Any) -> None:
+        sent[not state["complete"]] += bucket.elements if stage else sum(one.numel() for one in bucket)
+        send(self, bucket, *given, **named)
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(overlapped_reduction.OverlappedReduction, "_send", counted)
-    run("watched", stage, accumulation, overlaps, directory)
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, "_send", counted)
+        run("watched", stage, accumulation, overlaps, directory)
     return sent[True] / sum(sent.values())
 
 
@@ -108,13 +110,13 @@ def watched(state: dict[str, bool]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_most_gradients_are_sent_while_the_backward_pass_runs(stage: int, tmp_path: Any) -> None:
     early, late = (
         pool(2).run(partial(share_sent_early, stage, 2, overlaps, str(tmp_path))) for overlaps in (True, False)
     )
     assert min(early) > 0.6  # all but the embedding and what is in a bucket with it
-    assert max(late) == 0 if stage == 1 else min(late) > 0.6  # stage 2 waits for each
+    assert max(late) == 0 if stage < 2 else min(late) > 0.6  # stage 2 waits for each
 
 
 # -- passes that end in the middle, and gradients that come twice -----------------------------------------------------
@@ -136,9 +138,16 @@ class Twice(nn.Module):
         return ((found - labels) ** 2).mean(), found
 
 
-def test_a_gradient_that_comes_twice_is_one_error(tmp_path: Any) -> None:
+def twice(stage: int, directory: str) -> Any:
     rows = partial(regression_rows, 32)
-    job = partial(train_and_report, Twice, rows, str(tmp_path), zero_stage=1, per_device_train_batch_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_reduction, "BUCKET", 10)
+        return train_and_report(Twice, rows, directory, zero_stage=stage, per_device_train_batch_size=2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_gradient_that_comes_twice_is_one_error(stage: int, tmp_path: Any) -> None:
+    job = partial(twice, stage, str(tmp_path))
     with pytest.raises(
         RankFailure, match=r"The gradient of shared\.\w+ was computed a second time.*use_reentrant=False"
     ):

@@ -35,8 +35,8 @@ stay."""
 MAX_LIVE = 10**9
 """DeepSpeed's default of ``stage3_max_live_parameters``: the prefetch runs ahead until so many are
 gathered."""
-ALL_REDUCE_BUCKET = 5 * 10**8
-"""Elements that are reduced at a time without ZeRO."""
+ALL_REDUCE_BUCKET = 1 << 24
+"""Elements that are reduced at a time without ZeRO (``ds_trainer.engine.whole_reduction``)."""
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,9 @@ class _Gradients:
         self.first = {"gradients": min(everything, width * (newest + elements.head)), **buffers}
         self.middle, self.last = until(1), until(0)
         self.layers_until_reduction = layers - layers / max(1, layers - 1)  # the second layer has the most gradients
-        if run.stage == 0:  # gradients are flattened on a single rank too
-            self.end = {"gradients": everything, "all-reduce": width * min(ALL_REDUCE_BUCKET, trained)}
+        if run.stage == 0:  # a bucket is a copy for a moment, then its gradients are views of it
+            copied = 0 if run.shards == 1 else min(ALL_REDUCE_BUCKET, trained)
+            self.end = {"gradients": everything, "all-reduce": width * copied}
             return
         # The first bucket has the gradients of the first parameters, or waits while a larger one is reduced.
         first = width * (0 if embedding > elements.bucket else elements.bucket)
