@@ -33,8 +33,7 @@ REUSE_DISTANCE = 10**9
 """DeepSpeed's default of ``stage3_max_reuse_distance``: gathered weights that are used again within that many elements
 stay."""
 MAX_LIVE = 10**9
-"""DeepSpeed's default of ``stage3_max_live_parameters``: the prefetch runs ahead until so many are
-gathered."""
+"""DeepSpeed's default of ``stage3_max_live_parameters``: the prefetch gathers so many ahead."""
 ALL_REDUCE_BUCKET = 1 << 24
 """Elements that are reduced at a time without ZeRO (``ds_trainer.engine.whole_reduction``)."""
 
@@ -255,7 +254,7 @@ class _Gradients:
         self.middle, self.last = until(1), until(0)
         self.layers_until_reduction = layers - layers / max(1, layers - 1)  # the second layer has the most gradients
         if run.stage == 0:  # a bucket is a copy for a moment, then its gradients are views of it
-            copied = 0 if run.shards == 1 else min(ALL_REDUCE_BUCKET, trained)
+            copied = min(ALL_REDUCE_BUCKET, trained) if run.shards > 1 else 0
             self.end = {"gradients": everything, "all-reduce": width * copied}
             return
         # The first bucket has the gradients of the first parameters, or waits while a larger one is reduced.
