@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_trainer.arguments.process_info import ProcessIdentity
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
@@ -27,14 +28,16 @@ def _nothing(*arguments: Any, **keywords: Any) -> None:
     """Replaces a decorated function on the other processes."""
 
 
-class ProcessControl:
+class ProcessControl(ProcessIdentity):
     """Identity of this process, and control of which processes run what. The process group is started by the first
     method that waits for other ranks.
     """
 
+    _args: TrainingArguments
+
     def __init__(self, layout: ParallelLayout, args: TrainingArguments, join_ranks: Callable[[], None]) -> None:
+        super().__init__(args)
         self._layout = layout
-        self._args = args
         self._join_ranks = join_ranks
         self._device = args.device
 
@@ -53,26 +56,6 @@ class ProcessControl:
     def num_processes(self) -> int:
         """Number of ranks of the job; ``trainer.layout.dp`` is the number of replicas, which see different samples."""
         return for_user_code(self._layout.world_size)
-
-    @property
-    def process_index(self) -> int:
-        """Global rank."""
-        return self._args.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank on this machine."""
-        return self._args.local_process_index
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the job."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:

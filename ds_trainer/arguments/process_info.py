@@ -273,45 +273,25 @@ class DeepSpeedPlugin:
         return int(args.world_size > 1 or bool(args.fp16)) if stage == "auto" else int(stage)
 
 
-class DistributedState:
-    """Counterpart of accelerate's ``PartialState``, known before a process group exists.
-
-    Its type is DEEPSPEED, also for one rank: a model that a library loads by name gets no ``device_map``, since the
-    engine places it. Methods (``wait_for_everyone``, ``split_between_processes`` ...) are those of accelerate's state.
+class ProcessIdentity:
+    """The names that accelerate's states have for the identity of a process.
 
     Args:
-        arguments: the arguments of the run.
+        args: the training arguments; read at each access.
     """
 
-    def __init__(self, arguments: ProcessInfo) -> None:
-        self._arguments = arguments
-
-    @property
-    def distributed_type(self) -> Any:
-        """accelerate's ``DistributedType.DEEPSPEED``."""
-        from accelerate.utils import DistributedType
-
-        return DistributedType.DEEPSPEED
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._arguments.device
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks of the job."""
-        return for_user_code(resolve_ranks(os.environ).world_size)
+    def __init__(self, args: ProcessInfo) -> None:
+        self._args = args
 
     @property
     def process_index(self) -> int:
         """Global rank."""
-        return self._arguments.process_index
+        return self._args.process_index
 
     @property
     def local_process_index(self) -> int:
         """Rank on this machine."""
-        return self._arguments.local_process_index
+        return self._args.local_process_index
 
     @property
     def is_main_process(self) -> bool:
@@ -323,6 +303,31 @@ class DistributedState:
         """Whether this is the first rank of its machine."""
         return self.local_process_index == 0
 
+
+class DistributedState(ProcessIdentity):
+    """Counterpart of accelerate's ``PartialState``, known before a process group exists.
+
+    Its type is DEEPSPEED, also for one rank: a model that a library loads by name gets no ``device_map``, since the
+    engine places it. Methods (``wait_for_everyone``, ``split_between_processes`` ...) are those of accelerate's state.
+    """
+
+    @property
+    def distributed_type(self) -> Any:
+        """accelerate's ``DistributedType.DEEPSPEED``."""
+        from accelerate.utils import DistributedType
+
+        return DistributedType.DEEPSPEED
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._args.device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks of the job."""
+        return for_user_code(resolve_ranks(os.environ).world_size)
+
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one rank."""
@@ -333,7 +338,7 @@ class DistributedState:
             raise AttributeError(name)
         from ds_trainer.utils.accelerate_state import matching_state
 
-        return getattr(matching_state(self._arguments.device_type), name)
+        return getattr(matching_state(self._args.device_type), name)
 
     def __repr__(self) -> str:
         return f"DistributedState(rank {self.process_index} of {self.num_processes}, DeepSpeed)"

@@ -23,6 +23,7 @@ There is no dropout.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -113,9 +114,7 @@ class CpuFlash:
         query, key, value, causal, mask, scale = inputs
         width = max(query.shape[-1], value.shape[-1])
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            _widened(query, width),
-            _widened(key, width),
-            _widened(value, width),
+            *_widened(width, query, key, value),
             0.0,
             causal,
             attn_mask=None if mask is None else _bias(mask, query.dtype),
@@ -130,11 +129,7 @@ class CpuFlash:
         query, key, value, causal, mask, scale = inputs
         width = max(query.shape[-1], value.shape[-1])
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _widened(grad_out, width),
-            _widened(query, width),
-            _widened(key, width),
-            _widened(value, width),
-            _widened(out, width),
+            *_widened(width, grad_out, query, key, value, out),
             lse,
             0.0,
             causal,
@@ -152,7 +147,7 @@ class CudaFlash:
         query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            _widened(query, width), _widened(key, width), _widened(value, width), 0.0, causal, False, scale=scale
+            *_widened(width, query, key, value), 0.0, causal, False, scale=scale
         )
         return out[..., : value.shape[-1]], lse
 
@@ -163,11 +158,7 @@ class CudaFlash:
         query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         grads = _aten._scaled_dot_product_flash_attention_backward(
-            _widened(grad_out, width),
-            _widened(query, width),
-            _widened(key, width),
-            _widened(value, width),
-            _widened(out, width),
+            *_widened(width, grad_out, query, key, value, out),
             lse.contiguous(),  # the kernel assumes it
             None,
             None,
@@ -189,7 +180,7 @@ class Cudnn:
         query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            _widened(query, width), _widened(key, width), _widened(value, width), None, True, 0.0, causal, scale=scale
+            *_widened(width, query, key, value), None, True, 0.0, causal, scale=scale
         )
         return out[..., : value.shape[-1]], lse.view(query.shape[:3])  # which has one more dimension, of size 1
 
@@ -200,11 +191,7 @@ class Cudnn:
         query, key, value, causal, scale = _without_mask(inputs)
         width = _multiple(max(query.shape[-1], value.shape[-1]), 8)
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            _widened(grad_out, width),
-            _widened(query, width),
-            _widened(key, width),
-            _widened(value, width),
-            _widened(out, width),
+            *_widened(width, grad_out, query, key, value, out),
             lse.contiguous().unsqueeze(-1),
             *_unused_seeds(query, torch.int64, ()),
             None,
@@ -321,15 +308,17 @@ def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
 
 
-def _widened(tensor: Tensor, width: int) -> Tensor:
+def _widened(width: int, *tensors: Tensor) -> Iterator[Tensor]:
     """Pads heads with zeros to ``width``, with an innermost stride of 1; scores and outputs do not change."""
-    if tensor.shape[-1] < width:
-        return F.pad(tensor, (0, width - tensor.shape[-1]))
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    for tensor in tensors:
+        if tensor.shape[-1] < width:
+            yield F.pad(tensor, (0, width - tensor.shape[-1]))
+        else:
+            yield tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    return _widened(tensor, _multiple(tensor.shape[-1], 8))
+    return next(_widened(_multiple(tensor.shape[-1], 8), tensor))
 
 
 def _narrowed(

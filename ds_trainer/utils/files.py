@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -241,6 +242,30 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def text_with_digest(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """``values`` as a line or lines of JSON whose last entry, ``digest``, is a SHA-256 of all others."""
+    return json.dumps({**values, "digest": _digest(values)}, indent=indent, ensure_ascii=False) + "\n"
+
+
+def read_with_digest(path: Path, indent: int | None = None) -> dict[str, Any] | None:
+    """The values in a file of :func:`text_with_digest`; None if it has changed since it was written.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values: dict[str, Any] = parse_json(text)
+        del values["digest"]
+        return values if text == text_with_digest(values, indent) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def json_of(text: str, source: str) -> Any:

@@ -42,6 +42,7 @@ _TASKS = ("--do_train", "--do_eval")
 _ALL_TASKS = (*_TASKS, "--do_predict")
 _PLAIN = ("--gradient_checkpointing", "False")
 _GENERATION = ("--num_generations", "4", "--max_completion_length", "12", "--temperature", "1.0")
+_PREFERENCES = "trl_preferences.py"
 _GRPO = (*_GENERATION, "--eval_strategy", "no")
 
 TRANSFORMERS = {
@@ -66,12 +67,14 @@ TRL = {
     "TRL SFT, packing": Client("trl_sft.py", ("--method", "packing")),
     "TRL SFT, answers only": Client("trl_sft.py", ("--method", "completion")),
     # At the first step the model is the reference model.
-    "TRL DPO": Client("trl_dpo.py", undefined=(": step 1 rewards/accuracies",)),
-    "TRL DPO, LoRA": Client("trl_dpo.py", ("--method", "lora"), undefined=(": step 1 rewards/accuracies",)),
-    "TRL reward": Client("trl_reward.py"),
-    "TRL KTO": Client("trl_kto.py", depends_on_ranks=True),
-    "TRL ORPO": Client("trl_orpo.py", depends_on_ranks=True),
-    "TRL CPO": Client("trl_cpo.py", depends_on_ranks=True),
+    "TRL DPO": Client(_PREFERENCES, ("--kind", "DPO"), undefined=(": step 1 rewards/accuracies",)),
+    "TRL DPO, LoRA": Client(
+        _PREFERENCES, ("--kind", "DPO", "--method", "lora"), undefined=(": step 1 rewards/accuracies",)
+    ),
+    "TRL reward": Client(_PREFERENCES, ("--kind", "Reward")),
+    "TRL KTO": Client(_PREFERENCES, ("--kind", "KTO"), depends_on_ranks=True),
+    "TRL ORPO": Client(_PREFERENCES, ("--kind", "ORPO"), depends_on_ranks=True),
+    "TRL CPO": Client(_PREFERENCES, ("--kind", "CPO"), depends_on_ranks=True),
     "TRL GRPO": Client("trl_grpo.py", _GRPO, depends_on_ranks=True),
     "TRL GRPO, accumulation": Client(
         "trl_grpo.py", (*_GRPO, "--gradient_accumulation_steps", "2", "--num_iterations", "2"), depends_on_ranks=True

@@ -6,19 +6,17 @@ The manifest is written last, so a directory without an intact manifest is not a
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from ds_trainer.checkpoint.protocol.file_records import FileRecord
 from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.utils.errors import ConfigError, listed
-from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.files import read_with_digest, text_with_digest
 
 MANIFEST_FILE = "manifest.json"
 WRITER = "ds_trainer"
@@ -74,7 +72,7 @@ class Manifest:
     def to_json(self) -> str:
         """Returns the manifest as text. Its last entry is a digest of all others, so that damage to it is found."""
         values = {**asdict(self), "files": {n: [r.size, f"{r.crc32:08x}"] for n, r in sorted(self.files.items())}}
-        return _text({**values, "digest": _digest(values)})
+        return text_with_digest(values, indent=1)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -85,17 +83,12 @@ class Manifest:
         """
         path = directory / MANIFEST_FILE
         try:
-            text = path.read_text(encoding="utf-8")
-            values = parse_json(text)
-            intact = text == _text(values)
-            intact = values.pop("digest") == _digest(values) and intact
+            values = read_with_digest(path, indent=1)
         except FileNotFoundError:
             raise BrokenCheckpoint(f"{directory} is not a complete checkpoint: it has no {MANIFEST_FILE}.") from None
         except OSError as error:
             raise BrokenCheckpoint(f"{path} cannot be read ({error.strerror or error}).") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            intact = False
-        if not intact:
+        if values is None:
             raise BrokenCheckpoint(f"{directory} is damaged: {MANIFEST_FILE} has changed since it was written.")
         if values.get("writer") != WRITER or values.get("format") != FORMAT:
             raise BrokenCheckpoint(
@@ -150,11 +143,3 @@ def records_by_name(records: Sequence[FileRecord]) -> dict[str, FileRecord]:
         several = sorted(name for name, number in Counter(record.name for record in records).items() if number > 1)
         raise ValueError(f"two ranks wrote the same file: {listed(several)}")
     return by_name
-
-
-def _text(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

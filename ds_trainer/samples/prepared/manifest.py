@@ -5,15 +5,13 @@ It is written after all other files, and has no times, paths or host names: the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_trainer.samples.prepared.block_file import BlockFileRecord, DamagedDataset, writing
-from ds_trainer.utils.files import flush, parse_json
+from ds_trainer.utils.files import flush, read_with_digest, text_with_digest
 
 MANIFEST_FILE = "manifest.json"
 LENGTHS_FILE, OFFSETS_FILE = "lengths", "offsets"
@@ -99,8 +97,7 @@ class DatasetManifest:
 
     def to_json(self) -> str:
         """The manifest as text. Its last entry is a digest of all others."""
-        values = {"writer": WRITER, "format": FORMAT, **vars(self)}
-        return _text({**values, "digest": _digest(values)})
+        return text_with_digest({"writer": WRITER, "format": FORMAT, **vars(self)})
 
     def write(self, directory: Path) -> None:
         """Write the manifest to ``directory`` and flush it to the disk.
@@ -123,17 +120,12 @@ class DatasetManifest:
         """
         path = directory / MANIFEST_FILE
         try:
-            text = path.read_text(encoding="utf-8")
-            values = parse_json(text)
-            intact = text == _text(values)
-            intact = values.pop("digest") == _digest(values) and intact
+            values = read_with_digest(path)
         except FileNotFoundError:
             raise DamagedDataset(f"{directory} has no complete prepared dataset: no {MANIFEST_FILE}.") from None
         except OSError as error:
             raise DamagedDataset(f"{path} cannot be read ({error.strerror or error}).") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            intact = False
-        if not intact:
+        if values is None:
             raise DamagedDataset(f"{path} has changed since it was written.")
         writer, version = values.pop("writer", None), values.pop("format", None)
         if (writer, version) != (WRITER, FORMAT):
@@ -144,11 +136,3 @@ class DatasetManifest:
         for name in ("lengths", "offsets"):
             values[name] = BlockFileRecord(*values[name])
         return cls(shards=shards, **values)
-
-
-def _text(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False) + "\n"
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -54,78 +54,39 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+SIZES = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+ENDS = dict(pad_token_id=0, bos_token_id=2, eos_token_id=3)
+WIDTHS = dict(vocab_size=512, d_model=64, pad_token_id=0, decoder_start_token_id=0, eos_token_id=3)
+
+
 def llama_config(**changes) -> LlamaConfig:
     """Two layers of width 64 for the tokenizer."""
-    values = dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=3,
-    )
-    return LlamaConfig(**{**values, **changes})
+    return LlamaConfig(**{**SIZES, **ENDS, "num_key_value_heads": 2, "max_position_embeddings": 256, **changes})
 
 
 def bert_config(**changes) -> BertConfig:
     """Two layers of width 64 for the tokenizer, without dropout."""
-    values = dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertConfig(**{**values, **changes})
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(**{**SIZES, "max_position_embeddings": 128, "pad_token_id": 0, **dropout, **changes})
 
 
 def t5_config(**changes) -> T5Config:
     """Two layers of width 64 on each side, without dropout."""
-    values = dict(
-        vocab_size=512,
-        d_model=64,
-        d_kv=16,
-        d_ff=96,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        pad_token_id=0,
-        eos_token_id=3,
-        decoder_start_token_id=0,
+    return T5Config(
+        **{**WIDTHS, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, **changes}
     )
-    return T5Config(**{**values, **changes})
 
 
 def bart_config(**changes) -> BartConfig:
     """Two layers of width 64 on each side, without dropout."""
-    values = dict(
-        vocab_size=512,
-        d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
-        max_position_embeddings=128,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=3,
-        decoder_start_token_id=3,
-        forced_eos_token_id=3,
-    )
-    return BartConfig(**{**values, **changes})
+    sides = {
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))
+    }
+    dropout = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    ends = {**ENDS, "decoder_start_token_id": 3, "forced_eos_token_id": 3}
+    return BartConfig(**{**WIDTHS, **sides, **dropout, **ends, "max_position_embeddings": 128, **changes})
 
 
 def seeded(make, *args, **kwargs):

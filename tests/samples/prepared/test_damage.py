@@ -22,6 +22,7 @@ from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.prepared.manifest import MANIFEST_FILE, DatasetManifest
 from ds_trainer.samples.prepared.prepare import prepare
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import text_with_digest
 from tests.samples.prepared.conversations import IDENTITY, Encode, expected, parts_of, read_all, write_conversations
 
 FILES = ("lengths", "offsets", "shard-000000", MANIFEST_FILE)
@@ -112,13 +113,10 @@ class TestWrongDatasets:
 
     def test_a_later_format_is_refused_in_words(self, source: Source, tmp_path: Path) -> None:
         directory = source.prepare(tmp_path).directory
-        from ds_trainer.samples.prepared import manifest
-
         values = json.loads((directory / MANIFEST_FILE).read_text())
         values["format"] = 2
         del values["digest"]
-        values["digest"] = manifest._digest(values)
-        (directory / MANIFEST_FILE).write_text(manifest._text(values))
+        (directory / MANIFEST_FILE).write_text(text_with_digest(values))
         with pytest.raises(DamagedDataset, match="has the format 2"):
             PreparedDataset(directory)
 
