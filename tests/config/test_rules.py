@@ -25,13 +25,26 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
+def checkpointing(**keys: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": keys}
+
+
+def adamw(**parameters: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": parameters}}
+
+
 def low_master_weights(dtype: str) -> dict[str, Any]:
     return {"deepspeed": {dtype: {"enabled": True, f"{dtype}_master_weights_and_grads": True}}}
 
 
+_TP2: dict[str, Any] = {"world": 2, "tensor_parallel_size": 2}
 _CPU, _QUANTISED = {"device": "cpu"}, {"zero_quantized_weights": True}
+_SUPER = {"deepspeed": zero(offload_optimizer={**_CPU, "super_offload": True})}
 _INT4, _HPZ = zero(zero_quantized_gradients=True), zero(zero_hpz_partition_size=2)
+_NO_NORM = {"deepspeed": zero(compute_grad_norm=False)}
+_CONTIGUOUS = {"partition_activations": True, "contiguous_memory_optimization": True}
 _FP16 = {"fp16": True, "zero_stage": 3, "device": "cuda"}
+_SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 _STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 _ZENFLOW: dict[str, Any] = {"zero_stage": 3, "offload_optimizer": "cpu", "device": "cuda"}
 _ZENFLOW["deepspeed"] = zero(zenflow={"topk_ratio": 0.1})
@@ -118,13 +131,7 @@ EXAMPLES: dict[str, Example] = {
         ("grad_accum_dtype=fp32 (argument)", "optim=lamb"),
     ),
     "bf16-stage-1-accumulation-needs-norm": Example(
-        {
-            "bf16": True,
-            "zero_stage": 1,
-            "max_grad_norm": 0.0,
-            "grad_accum_dtype": "fp32",
-            "deepspeed": zero(compute_grad_norm=False),
-        },
+        {"bf16": True, "zero_stage": 1, "max_grad_norm": 0.0, "grad_accum_dtype": "fp32", **_NO_NORM},
         {"zero_stage": 2},
         ("grad_accum_dtype=fp32 (argument)", "compute_grad_norm=false"),
     ),
@@ -180,7 +187,7 @@ EXAMPLES: dict[str, Example] = {
         {"zero_stage": 3, "deepspeed": zero(zero_quantized_nontrainable_weights=True)}, {"deepspeed": None}
     ),
     "quantized-gradients-without-tensor-parallelism": Example(
-        {**_FP16, "world": 2, "tensor_parallel_size": 2, "deepspeed": _INT4}, {"tensor_parallel_size": 1}
+        {**_FP16, **_TP2, "deepspeed": _INT4}, {"tensor_parallel_size": 1}
     ),
     "quantized-gradients-need-reduce-scatter": Example(
         {**_FP16, "deepspeed": zero(reduce_scatter=False, zero_quantized_gradients=True)}, {"deepspeed": _INT4}
@@ -200,21 +207,10 @@ EXAMPLES: dict[str, Example] = {
         {"zero_stage": 2, "deepspeed": {"prescale_gradients": True}},
         {"deepspeed": {"prescale_gradients": True, **zero(reduce_scatter=False)}},
     ),
-    "superoffload-needs-gpu": Example(
-        {"zero_stage": 3, "deepspeed": zero(offload_optimizer={**_CPU, "super_offload": True})}, {"device": "cuda"}
-    ),
-    "superoffload-needs-stage-3": Example(
-        {"zero_stage": 2, "device": "cuda", "deepspeed": zero(offload_optimizer={**_CPU, "super_offload": True})},
-        {"zero_stage": 3},
-    ),
+    "superoffload-needs-gpu": Example({"zero_stage": 3, **_SUPER}, {"device": "cuda"}),
+    "superoffload-needs-stage-3": Example({"zero_stage": 2, "device": "cuda", **_SUPER}, {"zero_stage": 3}),
     "superoffload-needs-cpu-adam": Example(
-        {
-            "zero_stage": 3,
-            "device": "cuda",
-            "optim": "lion_32bit",
-            "deepspeed": zero(offload_optimizer={**_CPU, "super_offload": True}),
-        },
-        {"optim": "adamw_torch"},
+        {"zero_stage": 3, "device": "cuda", "optim": "lion_32bit", **_SUPER}, {"optim": "adamw_torch"}
     ),
     "zenflow-needs-offload": Example({**_ZENFLOW, "offload_optimizer": "none"}, {"offload_optimizer": "cpu"}),
     "zenflow-needs-stage-3": Example({**_ZENFLOW, "zero_stage": 2}, {"zero_stage": 3}, ("scrambled weights",)),
@@ -232,12 +228,10 @@ EXAMPLES: dict[str, Example] = {
         {"optim": "sgd", "offload_optimizer": "cpu"}, {"deepspeed": {"zero_force_ds_cpu_optimizer": False}}
     ),
     "torch-adam-parameters": Example(
-        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}},
-        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"bias_correction": False, "torch_adam": False}}}},
+        {"deepspeed": adamw(bias_correction=False)}, {"deepspeed": adamw(bias_correction=False, torch_adam=False)}
     ),
     "deepspeed-adam-parameters": Example(
-        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"foreach": True, "torch_adam": False}}}},
-        {"deepspeed": {"optimizer": {"type": "AdamW", "params": {"foreach": True}}}},
+        {"deepspeed": adamw(foreach=True, torch_adam=False)}, {"deepspeed": adamw(foreach=True)}
     ),
     "untested-optimizer": Example(
         {"optim": "sgd", "zero_stage": 1, "deepspeed": {"zero_allow_untested_optimizer": False}}, {"zero_stage": 0}
@@ -248,72 +242,40 @@ EXAMPLES: dict[str, Example] = {
     "lamb-in-fp16": Example({"optim": "lamb", "device": "cuda", "fp16": True}, {"fp16": False, "bf16": True}),
     "muon-stage-3-reduce-scatter": Example({"optim": "muon", "zero_stage": 3}, {"zero_stage": 2}),
     "muon-bf16-stage-1-accumulation": Example(
-        {
-            "optim": "muon",
-            "bf16": True,
-            "zero_stage": 1,
-            "world": 2,
-            "tensor_parallel_size": 2,
-            "deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}},
-        },
+        {"optim": "muon", "bf16": True, "zero_stage": 1, **_TP2, "deepspeed": _SUMS_IN_FP32},
         {"zero_stage": 2},
     ),
     "activation-checkpointing-is-enabled": Example(
-        {"deepspeed": {"activation_checkpointing": {"cpu_checkpointing": False}}}, {"activation_checkpointing": True}
+        {"deepspeed": checkpointing(cpu_checkpointing=False)}, {"activation_checkpointing": True}
     ),
     "activations-on-the-host-need-gpu": Example(
-        {"activation_checkpointing": True, "deepspeed": {"activation_checkpointing": {"cpu_checkpointing": True}}},
+        {"activation_checkpointing": True, "deepspeed": checkpointing(cpu_checkpointing=True)},
         {"device": "cuda"},
     ),
     "batch-size-search-needs-one-rank-per-replica": Example(
-        {"auto_find_batch_size": True, "world": 2, "tensor_parallel_size": 2},
+        {"auto_find_batch_size": True, **_TP2},
         {"tensor_parallel_size": 1},
         ("auto_find_batch_size=True (argument)", "tensor_parallel_size=2 (argument)"),
     ),
     "tensor-parallel-inference-kernels": Example(
-        {"world": 2, "tensor_parallel_size": 2, "deepspeed": {"tensor_parallel": {"replace_with_kernel_inject": True}}},
+        {**_TP2, "deepspeed": {"tensor_parallel": {"replace_with_kernel_inject": True}}},
         {"deepspeed": None},
     ),
     "tensor-parallel-injection-policy": Example(
-        {"world": 2, "tensor_parallel_size": 2, "deepspeed": {"tensor_parallel": {"injection_policy_tuple": ["fc2"]}}},
+        {**_TP2, "deepspeed": {"tensor_parallel": {"injection_policy_tuple": ["fc2"]}}},
         {"deepspeed": None},
     ),
     "lamb-needs-whole-matrices": Example(
-        {
-            "world": 2,
-            "tensor_parallel_size": 2,
-            "zero_stage": 0,
-            "device": "cuda",
-            "deepspeed": {"optimizer": {"type": "Lamb"}},
-        },
+        {**_TP2, "zero_stage": 0, "device": "cuda", "deepspeed": {"optimizer": {"type": "Lamb"}}},
         {"tensor_parallel_size": 1},
     ),
     "partitioned-activations-need-tensor-parallelism": Example(
-        {
-            "activation_checkpointing": True,
-            "world": 2,
-            "deepspeed": {"activation_checkpointing": {"partition_activations": True}},
-        },
+        {"activation_checkpointing": True, "world": 2, "deepspeed": checkpointing(partition_activations=True)},
         {"tensor_parallel_size": 2},
     ),
     "contiguous-activations": Example(
-        {
-            "activation_checkpointing": True,
-            "world": 2,
-            "tensor_parallel_size": 2,
-            "deepspeed": {
-                "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}
-            },
-        },
-        {
-            "deepspeed": {
-                "activation_checkpointing": {
-                    "partition_activations": True,
-                    "contiguous_memory_optimization": True,
-                    "number_checkpoints": 2,
-                }
-            }
-        },
+        {"activation_checkpointing": True, **_TP2, "deepspeed": checkpointing(**_CONTIGUOUS)},
+        {"deepspeed": checkpointing(**_CONTIGUOUS, number_checkpoints=2)},
     ),
     "dynamic-loss-scale": Example(
         {**_FP16, "deepspeed": {"fp16": {"min_loss_scale": 0}}},
