@@ -211,18 +211,18 @@ class Collectives(ProcessControl):
             TypeError: objects are not allowed (``as_objects`` is None) and ``data`` contains anything but tensors.
         """
         objects = False if as_objects is None else as_objects or _has_objects(data)
-        found: list[str] = []
+        problems: list[str] = []
         if not objects:
-            _leaves(lambda tensor: found.append(describe(tensor)), data)
-        digest = int.from_bytes(blake2b(repr(found).encode(), digest_size=7).digest(), "big")
+            _leaves(lambda tensor: problems.append(describe(tensor)), data)
+        digest = int.from_bytes(blake2b(repr(problems).encode(), digest_size=7).digest(), "big")
         highest, lowest, anybody = distributed.agree(torch.tensor([digest, -digest, int(objects)]))
         if anybody:
             return True
         if highest != -lowest:
-            descriptions = distributed.gather_objects(", ".join(found) or "nothing")
+            descriptions = distributed.gather_objects(", ".join(problems) or "nothing")
             first = {what: rank for rank, what in reversed(list(enumerate(descriptions)))}  # that has each
-            found = [f"rank {rank}: {what}" for what, rank in reversed(first.items())]
-            differing = listed(found, 8, "; ")
+            problems = [f"rank {rank}: {what}" for what, rank in reversed(first.items())]
+            differing = listed(problems, 8, "; ")
             raise ConfigError(f"accelerator.{operation}: the tensors differ between ranks. {differing}. {remedy}")
         return False
 
@@ -259,9 +259,9 @@ def _has_objects(data: Any) -> bool:
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.clone()
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return found
+    largest = tensor.clone()
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return largest
 
 
 def _one_dimensional(tensor: torch.Tensor) -> torch.Tensor:

@@ -242,11 +242,11 @@ class HfArgumentParser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, FieldAction):
                 action.given = False
-        found, remaining = super().parse_known_args(args, namespace)
-        if not self._collecting and (wrong := wrong_values(found)):
-            sources = sources_of(self._actions, found)
+        namespace_found, remaining = super().parse_known_args(args, namespace)
+        if not self._collecting and (wrong := wrong_values(namespace_found)):
+            sources = sources_of(self._actions, namespace_found)
             raise ConfigError([f"{sources[name]}: {problem}" for name, part in wrong.items() for problem in part])
-        return found, remaining
+        return namespace_found, remaining
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         return action.read(arg_string) if isinstance(action, FieldAction) else super()._get_value(action, arg_string)

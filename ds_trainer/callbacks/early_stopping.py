@@ -74,8 +74,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if value is None:
             if not self._warned:
                 self._warned = True
-                found = ", ".join(metrics or ())
-                logger.warning("early stopping ignores an evaluation without %s; its metrics: %s", name, found)
+                names = ", ".join(metrics or ())
+                logger.warning("early stopping ignores an evaluation without %s; its metrics: %s", name, names)
             return
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:

@@ -323,12 +323,12 @@ class CallbackHandler:
 
 def _listeners(callbacks: Iterable[Any], event: str) -> list[Listener]:
     """The bound methods for ``event`` of the callbacks that override it."""
-    found: list[Listener] = []
+    listeners: list[Listener] = []
     for callback in callbacks:
         method = getattr(callback, event, None)
         if callable(method) and getattr(method, "__func__", method) not in _no_ops(callback, event):
-            found.append(method)
-    return found
+            listeners.append(method)
+    return listeners
 
 
 def _no_ops(callback: Any, event: str) -> list[Any]:

@@ -122,10 +122,10 @@ def _text(options: argparse.Namespace, request: PlanRequest, result: SearchResul
     cluster, goal = request.cluster, request.goal
     yield from _heading(request)
     batch = "" if goal.global_batch is None else f", global batch {goal.global_batch}"
-    found = f"{result.tried:,} ways to run, {len(result.fitting):,} fit"
+    counts = f"{result.tried:,} ways to run, {len(result.fitting):,} fit"
     yield (
         f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}, {counted(goal.length, 'token')} a "
-        f"sequence{batch}: {'the recipe as it is' if request.as_written else found}"
+        f"sequence{batch}: {'the recipe as it is' if request.as_written else counts}"
     )
     yield from request.notes
     yield ""
@@ -173,21 +173,23 @@ def _refuse_impossible(request: PlanRequest, result: SearchResult) -> None:
 
 def _solve(options: argparse.Namespace, request: PlanRequest) -> int:
     """Print the largest (devices: smallest) value with which something fits."""
-    found = solve(options.solve, request.model, request.cluster, request.goal)
-    if found is None:
+    solution = solve(options.solve, request.model, request.cluster, request.goal)
+    if solution is None:
         if options.json:
             print(json.dumps({"quantity": options.solve, "value": None}))
         else:
             print(f"{options.solve}: nothing fits, whatever it is. Without --solve, the reasons are shown.")
         return NOTHING_FITS
-    note = plan_request.beyond_positions(found.model, found.goal.length)
-    solved = replace(request, model=found.model, cluster=found.cluster, goal=found.goal, notes=(note,) if note else ())
-    result = found.result
+    note = plan_request.beyond_positions(solution.model, solution.goal.length)
+    solved = replace(
+        request, model=solution.model, cluster=solution.cluster, goal=solution.goal, notes=(note,) if note else ()
+    )
+    result = solution.result
     if options.json:
-        answer = {"quantity": options.solve, "value": found.value, "unit": found.unit}
+        answer = {"quantity": options.solve, "value": solution.value, "unit": solution.unit}
         print(json.dumps({**answer, **plan_outputs.result_as_json(solved, result, options.top, {})}, indent=2))
         return DONE
-    print(f"{options.solve}: {found.value:,} {found.unit}")
+    print(f"{options.solve}: {solution.value:,} {solution.unit}")
     print("\n".join([*solved.notes, "", *report(result, min(3, options.top))]))
     return DONE
 
@@ -283,9 +285,9 @@ def solve(quantity: str, model: PlannedModel, cluster: Cluster, goal: Goal) -> S
         return _devices(model, cluster, goal)
     if quantity == "seq-len":
         for step in _CHUNKS:
-            found = _largest(lambda n: fits(model, cluster, replace(goal, length=n * step)), _MOST_TOKENS // step)  # noqa: B023
-            if found:
-                length = found * step
+            largest = _largest(lambda n: fits(model, cluster, replace(goal, length=n * step)), _MOST_TOKENS // step)  # noqa: B023
+            if largest:
+                length = largest * step
                 unit = f"tokens a sequence (in steps of {step:,})"
                 return Solution(length, unit, model, cluster, replace(goal, length=length))
         return None
@@ -294,12 +296,12 @@ def solve(quantity: str, model: PlannedModel, cluster: Cluster, goal: Goal) -> S
         def with_micro_batch(number: int) -> Goal:
             return replace(goal, global_batch=None, fixed=(*goal.fixed, ("micro_batch", number)))
 
-        found = _largest(lambda n: fits(model, cluster, with_micro_batch(n)), _MOST_SEQUENCES)
-        return Solution(found, "sequences", model, cluster, with_micro_batch(found)) if found else None
-    found = _largest(lambda n: fits(model.with_layers(n), cluster, goal), _MOST_LAYERS)
-    deepest = model.with_layers(max(1, found))
-    unit = f"parameters ({counted(found, 'layer')} of this width)"
-    return Solution(deepest.total, unit, deepest, cluster, goal) if found else None
+        largest = _largest(lambda n: fits(model, cluster, with_micro_batch(n)), _MOST_SEQUENCES)
+        return Solution(largest, "sequences", model, cluster, with_micro_batch(largest)) if largest else None
+    largest = _largest(lambda n: fits(model.with_layers(n), cluster, goal), _MOST_LAYERS)
+    deepest = model.with_layers(max(1, largest))
+    unit = f"parameters ({counted(largest, 'layer')} of this width)"
+    return Solution(deepest.total, unit, deepest, cluster, goal) if largest else None
 
 
 def _largest(is_possible: Callable[[int], bool], most: int) -> int:

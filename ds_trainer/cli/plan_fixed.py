@@ -120,10 +120,10 @@ def add_options(parser: argparse.ArgumentParser, count: Any, stage: Any) -> None
 
 def _layers(text: str) -> int:
     """One in how many layers is checkpointed; 0 for none."""
-    found = {"off": 0, "on": 1}.get(text) if text in ("off", "on") else whole_number(text) or None
-    if found is None:
+    number = {"off": 0, "on": 1}.get(text) if text in ("off", "on") else whole_number(text) or None
+    if number is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not on, off or a positive integer")
-    return found
+    return number
 
 
 def _optimizer_name(text: str) -> str:
@@ -139,8 +139,8 @@ def _optimizer(recipe: Recipe | None) -> str | None:
         return None
     block = _deepspeed(recipe).get("optimizer")
     named = block.get("type") if isinstance(block, dict) else None
-    found = recipe.arguments.get("optim") or named
-    return None if found is None else str(found)
+    name = recipe.arguments.get("optim") or named
+    return None if name is None else str(name)
 
 
 def not_covered(recipe: Recipe) -> list[str]:
@@ -151,14 +151,14 @@ def not_covered(recipe: Recipe) -> list[str]:
     optimizer = asked.get("offload_optimizer")
     if isinstance(optimizer, dict):
         asked["super_offload"] = optimizer.get("super_offload")
-    found = [text for names, text in _NOT_COVERED if any(_is_on(asked.get(name)) for name in names)]
+    texts = [text for names, text in _NOT_COVERED if any(_is_on(asked.get(name)) for name in names)]
     if recipe.distillation is not None:
-        found.append("the teacher: its weights, and a forward pass of it in each step")
+        texts.append("the teacher: its weights, and a forward pass of it in each step")
     if recipe.model.quantization is not None:
-        found.append("the time in which weights of the base are made of their 4 or 8 bits")
+        texts.append("the time in which weights of the base are made of their 4 or 8 bits")
     if recipe.task.name == "dpo":
-        found.append("the reference model" + ("" if recipe.model.peft else ", which is a second copy of the weights"))
-    return [f"{recipe.path}: the estimates do not cover {text}." for text in found]
+        texts.append("the reference model" + ("" if recipe.model.peft else ", which is a second copy of the weights"))
+    return [f"{recipe.path}: the estimates do not cover {text}." for text in texts]
 
 
 _NOT_COVERED = (

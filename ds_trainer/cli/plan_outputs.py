@@ -102,16 +102,16 @@ def write_config(request: PlanRequest, plan: Plan, path: Path) -> None:
 def cost(plan: Plan, tokens: int, price: float | None) -> dict[str, float]:
     """Hours, device hours and the price of a training on ``tokens`` tokens."""
     hours = tokens / plan.tokens_per_second / 3600
-    found = {"tokens": tokens, "hours": hours, "device_hours": hours * plan.cluster.world_size}
+    costs = {"tokens": tokens, "hours": hours, "device_hours": hours * plan.cluster.world_size}
     if price is not None:
-        found["cost"] = found["device_hours"] * price
-    return found
+        costs["cost"] = costs["device_hours"] * price
+    return costs
 
 
-def cost_line(found: dict[str, float], price: float | None) -> str:
+def cost_line(costs: dict[str, float], price: float | None) -> str:
     """:func:`cost` in one line."""
-    end = f", {found['cost']:,.0f} at {price:g} an hour" if "cost" in found else ""
-    return f"{found['tokens']:,} tokens: {found['hours']:,.1f} hours, {found['device_hours']:,.0f} device hours{end}"
+    end = f", {costs['cost']:,.0f} at {price:g} an hour" if "cost" in costs else ""
+    return f"{costs['tokens']:,} tokens: {costs['hours']:,.1f} hours, {costs['device_hours']:,.0f} device hours{end}"
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -147,7 +147,7 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
     from ds_trainer.planner.parameters.groups import total_by_kind
 
     model = request.model
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": {
             "name": model.name,
             "parameters": model.total,
@@ -173,16 +173,16 @@ def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs
         "conflicts": list(result.conflicts),
     }
     if best is not None:
-        found["contradictions"] = contradictions(request, best)
-        if not found["contradictions"]:
-            found["deepspeed_config"] = json.loads(compiled_config(request, best).to_json())  # without secrets
+        values["contradictions"] = contradictions(request, best)
+        if not values["contradictions"]:
+            values["deepspeed_config"] = json.loads(compiled_config(request, best).to_json())  # without secrets
     elif result.rejected:
         nearest = result.rejected[0]
-        found["changes"] = [
+        values["changes"] = [
             {"change": describe_change(nearest, plan), **_plan(request, plan, costs)}
             for plan in cheapest_changes(nearest)
         ]
-    return found
+    return values
 
 
 def _plan(request: PlanRequest, plan: Plan, costs: dict[str, Any]) -> dict[str, Any]:

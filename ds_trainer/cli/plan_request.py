@@ -242,8 +242,8 @@ def _number(text: str, kind: Any, wanted: str, least: float, most: float) -> Any
 
 
 def _with_unit(text: str, units: Mapping[str, int], wanted: str) -> int:
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?)([{''.join(units)}]?)", text.replace(",", "").replace("_", "").upper())
-    value = 0 if found is None else int(float(found[1]) * units.get(found[2], 1))
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)([{''.join(units)}]?)", text.replace(",", "").replace("_", "").upper())
+    value = 0 if match is None else int(float(match[1]) * units.get(match[2], 1))
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return value
@@ -303,9 +303,9 @@ def _adapters(recipe: Recipe, notes: list[str]) -> int:
         raise ConfigError(
             f"{recipe.where('model.peft')}: adapters of type {peft['peft_type']} are unknown to plan. Pass --lora-rank."
         )
-    found = int(peft.get("r", 8))
-    notes.append(f"From {recipe.path}: LoRA of rank {found}, counted on all linear layers of attention and MLP.")
-    return found
+    rank = int(peft.get("r", 8))
+    notes.append(f"From {recipe.path}: LoRA of rank {rank}, counted on all linear layers of attention and MLP.")
+    return rank
 
 
 def _batch(recipe: Recipe, cluster: Cluster) -> BatchPlan:

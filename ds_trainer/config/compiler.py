@@ -58,10 +58,10 @@ def problems_of_file(source: Any) -> list[str]:
     if not isinstance(source, str | os.PathLike | Mapping | Located):
         return []  # which the check of the argument's type says
     try:
-        root, found = (source, []) if isinstance(source, Located) else read_user_config(source)
+        root, problems = (source, []) if isinstance(source, Located) else read_user_config(source)
     except ConfigError as error:
         return error.problems
-    return [*found, *load_schema().problems(root)]
+    return [*problems, *load_schema().problems(root)]
 
 
 FILE_CHECKS["deepspeed"] = problems_of_file

@@ -152,7 +152,7 @@ class Schema:
 
     def problems(self, root: Located) -> list[str]:
         """One sentence for everything in ``root`` that DeepSpeed does not accept; each begins with its source."""
-        return [found.sentence for found in self.findings(root) if found.refused]
+        return [finding.sentence for finding in self.findings(root) if finding.refused]
 
     def findings(self, root: Located) -> list[KeyFinding]:
         """What there is to say about the keys of ``root``: :meth:`problems`, and what DeepSpeed does not read."""

@@ -26,15 +26,15 @@ def operators() -> list[Operator]:
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    found = []
+    names = []
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # the checks print
         for name, builder in sorted(ALL_OPS.items()):
             try:
                 compilable = bool(builder.is_compatible(verbose=False))
             except Exception:  # a requirement is missing in a way that the check does not handle
                 compilable = False
-            found.append(Operator(name, bool(installed_ops.get(name)), compilable))
-    return found
+            names.append(Operator(name, bool(installed_ops.get(name)), compilable))
+    return names
 
 
 def missing_tools(device_type: str) -> dict[str, str]:
@@ -48,9 +48,9 @@ def missing_tools(device_type: str) -> dict[str, str]:
         "libaio.h": (Environment().has_async_io(), "Install libaio-dev; only offload to NVMe needs it."),
     }
     if device_type == "cuda":
-        found = CUDA_HOME is not None and torch.version.cuda is not None
-        required["the CUDA toolkit (nvcc)"] = (found, f"Install CUDA {torch.version.cuda}, or set CUDA_HOME.")
-    return {name: remedy for name, (found, remedy) in required.items() if not found}
+        has_cuda = CUDA_HOME is not None and torch.version.cuda is not None
+        required["the CUDA toolkit (nvcc)"] = (has_cuda, f"Install CUDA {torch.version.cuda}, or set CUDA_HOME.")
+    return {name: remedy for name, (has_cuda, remedy) in required.items() if not has_cuda}
 
 
 def unreadable_architectures() -> list[str]:

@@ -97,9 +97,9 @@ class GradientNorm:
         scaled: list[torch.Tensor] = []
         for index, counted in enumerate(self._counted):
             parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
-            found = [part for part, counts in zip(parts, counted, strict=False) if counts]
+            own = [part for part, counts in zip(parts, counted, strict=False) if counts]
             # A Muon update has no loss scale, which the norm of all others has.
-            (scaled if optimizer._muon_update_lacks_loss_scale(index) else gradients).extend(found)
+            (scaled if optimizer._muon_update_lacks_loss_scale(index) else gradients).extend(own)
         square = _sum_of_squares(gradients, self._dtype, optimizer.device)
         if scaled:
             square += _sum_of_squares(scaled, self._dtype, optimizer.device) * float(optimizer.loss_scale) ** 2

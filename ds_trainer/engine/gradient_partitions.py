@@ -89,9 +89,9 @@ def _parts(begin: int, elements: int, size: int, ranks: int) -> dict[int, int]:
 
 def _own_part(parts: dict[int, int], begin: int, size: int, rank: int) -> dict[int, int]:
     """The ``parts`` before, in and after the partition of ``rank``, each as one."""
-    found = {rank - 1: 0} if any(holder < rank for holder in parts) else {}
+    holders = {rank - 1: 0} if any(holder < rank for holder in parts) else {}
     if rank in parts:
-        found[rank] = parts[rank]
+        holders[rank] = parts[rank]
     if any(holder > rank for holder in parts):
-        found[rank + 1] = max(0, size * (rank + 1) - begin)
-    return found
+        holders[rank + 1] = max(0, size * (rank + 1) - begin)
+    return holders

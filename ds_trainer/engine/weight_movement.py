@@ -80,13 +80,13 @@ class WeightMovement:
 
     def rates(self) -> list[float | None]:
         """The peak learning rate of each name; None if no rank's optimizer steps it. Collective."""
-        found = torch.full((len(self._number),), -1.0, dtype=torch.float64)
+        rates = torch.full((len(self._number),), -1.0, dtype=torch.float64)
         for partition in flat_partitions(self._engine.deepspeed, self._engine.groups.coordinates.tp):
             rate = partition.group.get("initial_lr", partition.group.get("lr")) or 0.0
             for fragment in partition.fragments:
                 if id(fragment.parameter) in self._number:
-                    found[self._number[id(fragment.parameter)]] = float(rate)
-        return [None if rate < 0 else rate for rate in distributed.largest(found).tolist()]
+                    rates[self._number[id(fragment.parameter)]] = float(rate)
+        return [None if rate < 0 else rate for rate in distributed.largest(rates).tolist()]
 
     def moved(self) -> list[bool]:
         """Which of the names have other weights than at :meth:`begin`, on any rank. Collective; waits for the device.
@@ -97,9 +97,9 @@ class WeightMovement:
         changed = norms(self._parts()) != self._first
         if self._kept is not None:
             changed &= self._kept != self._first
-        found = torch.zeros(len(self._number), dtype=torch.int64)
-        found[[owner for owner, one in zip(self._owners, changed.tolist(), strict=True) if one]] = 1
-        return [bool(one) for one in distributed.agree(found)]
+        moved = torch.zeros(len(self._number), dtype=torch.int64)
+        moved[[owner for owner, one in zip(self._owners, changed.tolist(), strict=True) if one]] = 1
+        return [bool(one) for one in distributed.agree(moved)]
 
     def before_step(self, put_back: bool) -> None:
         """Copy the sample of weights for :meth:`step_sizes`. ``put_back``: all weights should have moved by now."""
@@ -171,8 +171,8 @@ def different_copies(model: nn.Module, groups: ParallelGroups, buffers: bool) ->
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
             largest, smallest = ends[: len(own)], -ends[len(own) :]
             different |= (largest - smallest > _SAME * largest.abs()).cpu() & compared
-    found = [bool(one) for one in distributed.agree(different.long())]
-    return list(_with_ranks([name for (name, _), one in zip(named, found, strict=True) if one], own.cpu(), found))
+    differs = [bool(one) for one in distributed.agree(different.long())]
+    return list(_with_ranks([name for (name, _), one in zip(named, differs, strict=True) if one], own.cpu(), differs))
 
 
 def _with_ranks(names: Sequence[str], own: torch.Tensor, found: Sequence[bool]) -> Iterable[WeightDifference]:

@@ -88,15 +88,15 @@ def group_seconds(
     """
     begin, end = window
     wires = [(max(one[0], begin), min(one[1], end)) for one in communication if one[0] < end and one[1] > begin]
-    inside, found = [row for row in computed if row[1] < end and row[2] > begin], dict.fromkeys(GROUPS, 0.0)
+    inside, seconds = [row for row in computed if row[1] < end and row[2] > begin], dict.fromkeys(GROUPS, 0.0)
     for name, start, _, own in inside:
-        found[OPTIMIZER if any(one <= start < last for one, last in updates) else group_of(name)] += own
+        seconds[OPTIMIZER if any(one <= start < last for one, last in updates) else group_of(name)] += own
     kernels = [(max(start, begin), min(last, end)) for _, start, last, _ in inside]
     busy, both = covered(kernels), covered([*kernels, *wires])
-    found[EXPOSED] = both - busy
-    found[HIDDEN] = covered(wires) - found[EXPOSED]
-    found[IDLE] = end - begin - both
-    return {group: value / 1e6 / steps for group, value in found.items()}
+    seconds[EXPOSED] = both - busy
+    seconds[HIDDEN] = covered(wires) - seconds[EXPOSED]
+    seconds[IDLE] = end - begin - both
+    return {group: value / 1e6 / steps for group, value in seconds.items()}
 
 
 def table(found: Mapping[str, float], best: Mapping[str, float] | None) -> list[str]:

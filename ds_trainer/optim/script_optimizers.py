@@ -98,7 +98,7 @@ def _updated(optimizer: Any, ranks: int, stage: int) -> torch.Tensor:
         [[torch.randn(shape, generator=generator) for shape in group] for group in shapes] for _ in range(1 + _STEPS)
     ]
     start, *gradients = draws
-    found = []
+    parameters = []
     for rank in range(ranks):
 
         def parts(tensors: list[torch.Tensor], rank: int = rank) -> list[torch.Tensor]:
@@ -117,8 +117,8 @@ def _updated(optimizer: Any, ranks: int, stage: int) -> torch.Tensor:
                 for place, group in enumerate(groups):
                     probe.param_groups[place]["params"] = group if place in turn else []
                 type(probe).step(probe)  # not the attribute: a schedule has wrapped the method of the original
-        found.append([torch.cat([parameter.detach().flatten() for parameter in group]) for group in groups])
-    return torch.cat([torch.cat(group) for group in zip(*found, strict=True)])
+        parameters.append([torch.cat([parameter.detach().flatten() for parameter in group]) for group in groups])
+    return torch.cat([torch.cat(group) for group in zip(*parameters, strict=True)])
 
 
 def _copied(optimizer: Any, values: list[list[torch.Tensor]]) -> tuple[Any, list[list[torch.nn.Parameter]]]:

@@ -264,10 +264,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 for total in of_hidden:
                     if total is not None:
                         dist.all_reduce(total, group=settings.group)
-        found: list[torch.Tensor | None] = [of_bias if needs_bias else None]
+        gradients: list[torch.Tensor | None] = [of_bias if needs_bias else None]
         for x, total, weight in zip(tensors[0::2], of_hidden, of_weights, strict=True):
-            found += [None if total is None else total.to(x.dtype), weight]
-        return (None, None, None, *found)
+            gradients += [None if total is None else total.to(x.dtype), weight]
+        return (None, None, None, *gradients)
 
 
 def _statistics(tiles: Tiles, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

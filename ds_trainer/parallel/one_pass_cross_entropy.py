@@ -84,11 +84,11 @@ class _OnePass(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         scale = gradient / ctx.factor
-        found = [
+        gradients = [
             None if one is None else _scaled(one, scale, dtype)
             for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (None, None, None, *found)
+        return (None, None, None, *gradients)
 
 
 def _factor(products: Products) -> float:

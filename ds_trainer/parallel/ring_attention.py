@@ -320,8 +320,8 @@ def _check(
         raise ValueError(f"dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
     documents = plan.documents
     if documents is not None and (documents.rows, documents.length) != (batch, plan.length):
-        found = [documents.rows, documents.length]
-        raise ValueError(f"plan.documents is {found}, but the batch is [{batch}, {plan.length}]")
+        sizes = [documents.rows, documents.length]
+        raise ValueError(f"plan.documents is {sizes}, but the batch is [{batch}, {plan.length}]")
     if not 0 <= cp_rank < cp:
         raise ValueError(f"cp_rank={cp_rank} is not in 0..{cp - 1}")
     ranks = 1 if group is None else group.size()

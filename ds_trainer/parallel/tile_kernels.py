@@ -61,11 +61,11 @@ def gradient(
     ``at_target`` in the column of the target. All but ``tile`` are ``[tokens]``, in float32.
     """
     tokens, rows = tile.shape
-    found = torch.empty(tokens, rows, dtype=dtype, device=tile.device)
+    result = torch.empty(tokens, rows, dtype=dtype, device=tile.device)
     _gradient[(tokens,)](
         tile,
         tile.stride(0),
-        found,
+        result,
         rows,
         columns,
         lse,
@@ -76,7 +76,7 @@ def gradient(
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-    return found
+    return result
 
 
 @triton.jit

@@ -127,7 +127,7 @@ def prefetch_bucket(
         network: None if unknown.
         source: where the width was read.
     """
-    found = _chosen(
+    size = _chosen(
         hidden=hidden,
         element_bytes=element_bytes,
         stage=3,
@@ -136,7 +136,7 @@ def prefetch_bucket(
         source=source,
         which="elements",
     )
-    return None if found is None else BucketSize(found.elements * 9 // 10, f"0.9 x bucket, {found.reason}")
+    return None if size is None else BucketSize(size.elements * 9 // 10, f"0.9 x bucket, {size.reason}")
 
 
 def _chosen(
@@ -157,7 +157,7 @@ def _chosen(
         lower = BucketSize(DEFAULT_BUCKET, "DeepSpeed's default")
     else:
         lower = BucketSize(SMALLEST_BUCKET, f"at least {SMALLEST_BUCKET} elements")
-    found, limits = lower, []
+    size, limits = lower, []
     if network is not None:
         message = BucketSize(int(network.message / element_bytes), f"{network.reason}, {element_bytes} bytes each")
         share = _MEMORY_SHARE / (4 if stage == 3 else 2)
@@ -166,11 +166,11 @@ def _chosen(
         if elements is not None and stage == 3:
             part = max(lower.elements, elements // _OVERLAPPED)
             limits.append(BucketSize(part, f"an eighth of {elements} {which}"))
-        found = max(found, message, key=_elements)
+        size = max(size, message, key=_elements)
     if elements is not None and (network is not None or hidden is None):
         limits.append(BucketSize(max(elements, SMALLEST_BUCKET), f"all {elements} {which}"))
-    found = min([found, *limits], key=_elements)
-    return BucketSize(found.elements + found.elements % 2, found.reason)  # DeepSpeed requires an even number
+    size = min([size, *limits], key=_elements)
+    return BucketSize(size.elements + size.elements % 2, size.reason)  # DeepSpeed requires an even number
 
 
 def _elements(size: BucketSize) -> int:

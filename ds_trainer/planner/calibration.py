@@ -94,11 +94,11 @@ def record_run(
     for ratio in (step_seconds, memory):
         if ratio is not None and not _LEAST <= ratio <= _MOST:
             raise ConfigError(f"The run is no calibration: it took {ratio:.3g} times what was predicted.")
-    found = _read(path)
-    before = found.get(_key(device, family))
+    entries = _read(path)
+    before = entries.get(_key(device, family))
     new = Calibration(step_seconds, memory) if before is None else before.with_run(step_seconds, memory)
-    found[_key(device, family)] = new
-    _write(path, found, _read_probes(path))
+    entries[_key(device, family)] = new
+    _write(path, entries, _read_probes(path))
     return new
 
 
@@ -172,15 +172,15 @@ def _entries(path: Path, name: str, checked: Callable[[Any], Entry]) -> dict[str
 
 
 def _checked_probe(entry: Any) -> Probe:
-    found = Probe(**{**entry, "lengths": tuple(entry["lengths"]), "layer": tuple(entry["layer"])})
-    if len(found.lengths) != 2 or len(found.layer) != 2 or not all(size > 0 for size in (*found.layer, found.loss)):
+    probe = Probe(**{**entry, "lengths": tuple(entry["lengths"]), "layer": tuple(entry["layer"])})
+    if len(probe.lengths) != 2 or len(probe.layer) != 2 or not all(size > 0 for size in (*probe.layer, probe.loss)):
         raise ValueError(f"{entry} is no probe")
-    return found
+    return probe
 
 
 def _checked(entry: Any) -> Calibration:
-    found = Calibration(**entry)
-    for ratio in (found.step_seconds, 1.0 if found.memory is None else found.memory):
+    calibration = Calibration(**entry)
+    for ratio in (calibration.step_seconds, 1.0 if calibration.memory is None else calibration.memory):
         if not _LEAST <= ratio <= _MOST:
             raise ValueError(f"{ratio} is no ratio of measured to predicted values")
-    return found
+    return calibration

@@ -154,33 +154,33 @@ class Candidate:
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``TrainingArguments`` that give this run."""
-        found: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "zero_stage": self.stage,
             "per_device_train_batch_size": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "activation_checkpointing": self.checkpointing,
         }
         if self.eval_micro_batch is not None:
-            found["per_device_eval_batch_size"] = self.eval_micro_batch
+            arguments["per_device_eval_batch_size"] = self.eval_micro_batch
         if self.precision != "fp32":
-            found[self.precision] = True
+            arguments[self.precision] = True
         for name, size in (("tensor", self.tp), ("context", self.cp), ("sequence", self.sp), ("expert", self.ep)):
             if size > 1:
-                found[f"{name}_parallel_size"] = size
+                arguments[f"{name}_parallel_size"] = size
         if self.checkpointing and self.every_n_layers > 1:
-            found["activation_checkpointing_kwargs"] = {"every_n_layers": self.every_n_layers}
+            arguments["activation_checkpointing_kwargs"] = {"every_n_layers": self.every_n_layers}
         if self.offload_optimizer:
-            found["offload_optimizer"] = "nvme" if self.optimizer_on_nvme else "cpu"
+            arguments["offload_optimizer"] = "nvme" if self.optimizer_on_nvme else "cpu"
         if self.offload_param:
-            found["offload_param"] = "nvme" if self.param_on_nvme else "cpu"
+            arguments["offload_param"] = "nvme" if self.param_on_nvme else "cpu"
         if self.uses_nvme:
-            found["nvme_path"] = NVME_PATH
+            arguments["nvme_path"] = NVME_PATH
         if self.hpz > 1:
-            found["deepspeed"] = {"zero_optimization": {"zero_hpz_partition_size": self.hpz}}
+            arguments["deepspeed"] = {"zero_optimization": {"zero_hpz_partition_size": self.hpz}}
         for name in SEARCHED_FEATURES:
             if getattr(self, name):
-                found.update(FEATURES[name])
-        return found
+                arguments.update(FEATURES[name])
+        return arguments
 
     def describe(self) -> str:
         """In one line."""

@@ -251,9 +251,9 @@ class Cluster:
         """
         names = list(dict.fromkeys(name for name, _ in devices))
         if len(names) != 1:
-            found = f"different GPUs: {', '.join(names)}" if names else "no GPU that torch can use"
+            what = f"different GPUs: {', '.join(names)}" if names else "no GPU that torch can use"
             raise ConfigError(
-                f"This machine has {found}. Describe the machines instead, for example with --device H100-80GB "
+                f"This machine has {what}. Describe the machines instead, for example with --device H100-80GB "
                 "--devices-per-node 8 --host-memory 1000."
             )
         found_cluster = cls.of(names[0], nodes, len(devices), more)

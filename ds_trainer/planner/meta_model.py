@@ -64,9 +64,9 @@ def meta_model(config: Mapping[str, Any], name: str) -> nn.Module:
 def _builder(transformers: Any, config: Any, architectures: Any) -> Any:
     """The function that makes a model from a configuration; None if there is none."""
     for name in architectures:
-        found = getattr(transformers, name, None)
-        if found is not None and hasattr(found, "_from_config"):
-            return found._from_config
+        cls = getattr(transformers, name, None)
+        if cls is not None and hasattr(cls, "_from_config"):
+            return cls._from_config
     for name in _TASKS:
         task = getattr(transformers, name)
         if type(config) in task._model_mapping:

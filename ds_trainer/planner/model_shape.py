@@ -70,7 +70,7 @@ class ModelShape:
         The layers of a model of transformers are read from its modules, once: tensor parallelism cuts them later.
         """
         config = getattr(model, "config", None)
-        found = cls() if config is None else cls.from_config(config, with_layers=False)
+        shape = cls() if config is None else cls.from_config(config, with_layers=False)
         counts = [(_elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
         trained = sum(count for count, is_trained in counts if is_trained)
         total = sum(count for count, _ in counts)
@@ -85,7 +85,7 @@ class ModelShape:
             is_known = any(kind.__module__.startswith("transformers.models.") for kind in type(base).__mro__)
             known = (version, of_text(PlannedModel.from_module(model).transformer) if is_known and tensors else None)
             _known[model] = known
-        return replace(found, transformer=known[1], total=total, trainable=trained)
+        return replace(shape, transformer=known[1], total=total, trainable=trained)
 
 
 _known: WeakKeyDictionary[nn.Module, tuple[object, Transformer | None]] = WeakKeyDictionary()

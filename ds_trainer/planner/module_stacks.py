@@ -47,15 +47,15 @@ def module_transformer(model: nn.Module, groups: Sequence[ParameterGroup]) -> Tr
     names = layer_lists(model)
     if not names:
         return _single(model, groups)
-    found = [_Layers(model, name, index, tuple(_of(groups, index))) for index, name in enumerate(names)]
+    lists = [_Layers(model, name, index, tuple(_of(groups, index))) for index, name in enumerate(names)]
     config = _as_mapping(getattr(model, "config", None))
-    encoder_decoder = bool(config.get("is_encoder_decoder")) and len(found) == 2
+    encoder_decoder = bool(config.get("is_encoder_decoder")) and len(lists) == 2
     # Rows and columns of the LM head; 0 without one.
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     weight = getattr(head, "weight", None)
     rows, head_width = (0, 0) if weight is None else (whole_shape(weight)[0], whole_shape(weight)[1])
-    stacks = [layers.stack(encoder_decoder) for layers in found]
+    stacks = [layers.stack(encoder_decoder) for layers in lists]
     last = stacks[-1]
     if encoder_decoder:
         kind = "encoder-decoder"
@@ -116,7 +116,7 @@ class _Layers:
         role = (" encoder", " decoder")[self.index] if encoder_decoder else ""
         windowed = window_of(config, layers) if self.family != "modernbert" else _modernbert_window(config, layers)
         heads, key_heads, head_dim = self._heads(attention)
-        found = Stack(
+        stack = Stack(
             layers=layers,
             hidden_size=self.hidden,
             heads=heads,
@@ -133,21 +133,21 @@ class _Layers:
             **experts,
         )
         # `found` with as many weights as there are: what dimensions do not explain belongs to the projections.
-        shared = found.layers // len(self.model.get_submodule(self.name))  # type: ignore[arg-type]
+        shared = stack.layers // len(self.model.get_submodule(self.name))  # type: ignore[arg-type]
         multiplied = (group for group in self.groups if len(group.shape) > 1 and not group.name.endswith("bias"))
         matrices = shared * sum(group.total for group in multiplied)
-        cross = found.attention_weights if found.cross_attention else 0
-        rest = round((matrices - found.mlp_weights(found.experts)) / found.layers) - cross
-        return found if abs(rest - found.attention_weights) <= 1 else replace(found, projection_weights=rest)
+        cross = stack.attention_weights if stack.cross_attention else 0
+        rest = round((matrices - stack.mlp_weights(stack.experts)) / stack.layers) - cross
+        return stack if abs(rest - stack.attention_weights) <= 1 else replace(stack, projection_weights=rest)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """Configuration of the nearest part of the model that has one."""
         parts = self.name.split(".")
         for number in range(len(parts), -1, -1):
-            found = getattr(self.model.get_submodule(".".join(parts[:number])), "config", None)
-            if found is not None:
-                values = _as_mapping(found)
+            config = getattr(self.model.get_submodule(".".join(parts[:number])), "config", None)
+            if config is not None:
+                values = _as_mapping(config)
                 nested = [value for key, value in values.items() if key in ("text_config", "vision_config")]
                 wanted = "vision" if any(word in self.name for word in ("vision", "visual")) else "text"
                 part = values.get(f"{wanted}_config")
@@ -208,9 +208,9 @@ class _Layers:
 
     def _number_of_heads(self) -> int:
         side = "decoder" if "decoder" in self.name else "encoder"
-        found = first_count(self.config, (f"{side}_attention_heads", *_HEADS))
-        if found is not None:
-            return found
+        heads = first_count(self.config, (f"{side}_attention_heads", *_HEADS))
+        if heads is not None:
+            return heads
         for _, part in self.model.get_submodule(self.name).named_modules():
             number = first_count(vars(part), _HEADS)
             if number is not None:

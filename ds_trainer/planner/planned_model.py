@@ -156,15 +156,15 @@ class PlannedModel:
         """
         if not self.lora_rank:
             return self.own_adapters
-        found = []
+        adapters = []
         for group in self.parameters:
             if group.stack is not None and len(group.shape) == 2 and group.kind in ("attention", "mlp"):
                 outputs, inputs = group.shape
                 first, second = (None, 0) if group.split == 0 else (1, None)
                 made = replace(group, kind="adapter", trained=True, element_bytes=None)
-                found.append(replace(made, name=f"{group.name}.A", shape=(self.lora_rank, inputs), split=first))
-                found.append(replace(made, name=f"{group.name}.B", shape=(outputs, self.lora_rank), split=second))
-        return (*self.own_adapters, *found)
+                adapters.append(replace(made, name=f"{group.name}.A", shape=(self.lora_rank, inputs), split=first))
+                adapters.append(replace(made, name=f"{group.name}.B", shape=(outputs, self.lora_rank), split=second))
+        return (*self.own_adapters, *adapters)
 
     def weight_bytes(self, width: float) -> float:
         """Bytes of all weights with adapters, if those that are not quantized have ``width`` bytes an element."""
@@ -184,10 +184,10 @@ class PlannedModel:
         Args:
             length: tokens of the sequence.
         """
-        found = self._flops.get(length)
-        if found is None:
-            found = self._flops[length] = forward_flops(self.transformer, length, length, True)
-        return found
+        flops = self._flops.get(length)
+        if flops is None:
+            flops = self._flops[length] = forward_flops(self.transformer, length, length, True)
+        return flops
 
     @cached_property
     def _flops(self) -> dict[int, tuple[float, float]]:
@@ -265,9 +265,9 @@ class PlannedModel:
         similar = ("llama",) if stack.causal else ("bert", "llama")
         own = stack.family or self.family
         for family, kind in ((own, attention), (own, "eager"), *((family, attention) for family in similar)):
-            found = activations_of(family, kind, number_format)
-            if found is not None:
-                return found, family
+            activations = activations_of(family, kind, number_format)
+            if activations is not None:
+                return activations, family
         raise LookupError("the table of activations has no entry for llama")
 
 

@@ -45,25 +45,25 @@ def cheapest_changes(plan: Plan, count: int = 3) -> list[Plan]:
     Returns:
         those on the same devices by predicted time of a step, then those on more.
     """
-    found = _on_cluster(plan, plan.cluster)[:count]
+    plans = _on_cluster(plan, plan.cluster)[:count]
     cluster = plan.cluster
     for _ in range(_DOUBLINGS):
-        if len(found) >= count:
+        if len(plans) >= count:
             break
         if cluster.devices_per_node * 2 <= _OF_A_MACHINE:
             cluster = replace(cluster, devices_per_node=cluster.devices_per_node * 2)
         else:
             cluster = replace(cluster, nodes=cluster.nodes * 2)
-        found += _on_cluster(plan, cluster)[:1]
-    return found
+        plans += _on_cluster(plan, cluster)[:1]
+    return plans
 
 
 def changed_arguments(before: Candidate, after: Candidate) -> dict[str, Any]:
     """The arguments of ``TrainingArguments`` that turn the one run into the other."""
     old, new = before.arguments(), after.arguments()
     names = dict.fromkeys((*new, *old))
-    found = {name: new.get(name, _DEFAULTS.get(name, "none")) for name in names if new.get(name) != old.get(name)}
-    return {name: value for name, value in found.items() if name in new or value != old[name]}
+    changed = {name: new.get(name, _DEFAULTS.get(name, "none")) for name in names if new.get(name) != old.get(name)}
+    return {name: value for name, value in changed.items() if name in new or value != old[name]}
 
 
 def describe_change(before: Plan, after: Plan) -> str:
@@ -105,14 +105,14 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
         evaluation.append(1)
     tiers = ALL if cluster.nvme is not None or plan.host_share > 1 or run.uses_nvme else HOST
     goal = Goal(run.length, run.global_batch, run.precision, fixed=(("hpz", 1),))  # more of it takes more memory
-    for found in candidates(plan.model, cluster, goal, [], tiers):
+    for candidate in candidates(plan.model, cluster, goal, [], tiers):
         possible = [
             size
             for size in {1, run.hpz}
-            if size == 1 or (found.stage == 3 and found.ep == 1 and found.shards % size == 0)
+            if size == 1 or (candidate.stage == 3 and candidate.ep == 1 and candidate.shards % size == 0)
         ]
         for batch, hpz in product(evaluation, possible):
-            searched = {name: getattr(found, name) for name in _SEARCHED}
+            searched = {name: getattr(candidate, name) for name in _SEARCHED}
             one = replace(run, **searched, eval_micro_batch=batch, hpz=hpz)
             if run.every_n_layers > 1 and one.checkpointing:
                 yield replace(one, every_n_layers=1)
@@ -123,7 +123,7 @@ def _variants(plan: Plan, cluster: Cluster) -> Iterator[Candidate]:
 
 def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
     """Names of what differs; None if something is reversed that saves the memory that is missing."""
-    before, found = plan.candidate, set()
+    before, changes = plan.candidate, set()
     for name in ("checkpointing", "stage", "offload", *_SMALLER, "tp", "cp", "sp", "ep", *FEATURES):
         old, new = _value(before, name), _value(after, name)
         if old == new:
@@ -131,8 +131,8 @@ def _changes(plan: Plan, after: Candidate) -> frozenset[str] | None:
         is_reversed = (new < old) != (name in _SMALLER)
         if is_reversed and not (name == "offload" and plan.host_share > 1):
             return None
-        found.add(name)
-    return frozenset(found)
+        changes.add(name)
+    return frozenset(changes)
 
 
 def _value(run: Candidate, name: str) -> int:

@@ -193,9 +193,9 @@ def _sparser(
         key = (_without_micro_batch(run), features)
         if layers >= plan.model.stack.layers or key in too_large:
             continue
-        found = Plan(plan.model, run, plan.cluster, estimator.estimate(run), plan.margin)
-        if found.fits:
-            yield in_one_pass(found, estimator)
+        sparser = Plan(plan.model, run, plan.cluster, estimator.estimate(run), plan.margin)
+        if sparser.fits:
+            yield in_one_pass(sparser, estimator)
             return
         too_large.add(key)
         yield None
@@ -206,8 +206,8 @@ def in_one_pass(plan: Plan, estimator: MemoryEstimator) -> Plan:
     if not plan.candidate.chunked_loss:
         return plan
     run = replace(plan.candidate, one_pass=True)
-    found = Plan(plan.model, run, plan.cluster, estimator.estimate(run), plan.margin)
-    return found if found.fits else plan
+    other = Plan(plan.model, run, plan.cluster, estimator.estimate(run), plan.margin)
+    return other if other.fits else plan
 
 
 def _without_micro_batch(run: Candidate) -> tuple[object, ...]:

@@ -106,13 +106,13 @@ def training_remedies(
 
     ``can_recompute``: whether the model has gradient checkpointing.
     """
-    found = _smaller_micro_batch(args, layout)
+    remedies = _smaller_micro_batch(args, layout)
     recomputes = args.gradient_checkpointing or args.activation_checkpointing
     if can_recompute and not recomputes:
-        found.append(
+        remedies.append(
             Remedy("activations computed again in the backward pass (slower)", {"gradient_checkpointing": True})
         )
-    return found + _states(config, layout)
+    return remedies + _states(config, layout)
 
 
 def startup_remedies(config: CompiledConfig, layout: ParallelLayout) -> list[Remedy]:

@@ -108,16 +108,16 @@ def check_names(trainer: Any) -> None:
         where, value = _of_the_script(trainer, name)
         if where is None:
             continue
-        found = f"{where}.{name} is a {type(value).__name__}"
+        what = f"{where}.{name} is a {type(value).__name__}"
         if kind == "Method":
             if isinstance(value, property) and ASSEMBLY in vars(trainer):
                 value = getattr(trainer, name)
             if not (callable(value) or hasattr(value, "__get__")):
-                problems.append(f"{found}, but {name} is a method that the Trainer calls. Give it another name.")
+                problems.append(f"{what}, but {name} is a method that the Trainer calls. Give it another name.")
         elif isinstance(value, property) and value.fset is None:
-            problems.append(f"{found} without a setter, but the Trainer sets {name}. Give it another name.")
+            problems.append(f"{what} without a setter, but the Trainer sets {name}. Give it another name.")
         elif name == ASSEMBLY or (name in _KEPT and not isinstance(value, property)):
-            problems.append(f"{found}, but the Trainer keeps its own {name} there. Give it another name.")
+            problems.append(f"{what}, but the Trainer keeps its own {name} there. Give it another name.")
     if problems:
         raise ConfigError(problems)
 

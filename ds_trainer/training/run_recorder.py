@@ -57,8 +57,8 @@ class _Messages(logging.Handler):
             return
         self._count += 1
         text = record.getMessage()
-        found = _STEP.search(text)
-        values = {"level": record.levelname, "text": text, "check": check, "step": int(found[1]) if found else None}
+        match = _STEP.search(text)
+        values = {"level": record.levelname, "text": text, "check": check, "step": int(match[1]) if match else None}
         self._recorder.message({name: value for name, value in values.items() if value is not None})
 
 

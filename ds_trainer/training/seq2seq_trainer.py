@@ -110,8 +110,8 @@ class Seq2SeqAssembly(Assembly):
         seed = seed_of_micro_batches(self.args, self.layout)
         model: Any = self.trainer.model
         with micro_batch_rng(seed, place, self.events.state.global_step, -self._batches):
-            found = model.generate(**prepared, **keywords)
-        return cast(torch.Tensor, getattr(found, "sequences", found))
+            generated = model.generate(**prepared, **keywords)
+        return cast(torch.Tensor, getattr(generated, "sequences", generated))
 
     @contextmanager
     def weights_at_hand(self) -> Iterator[None]:

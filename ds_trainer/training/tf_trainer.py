@@ -75,9 +75,9 @@ class KerasModule(torch.nn.Module):
         super()._apply(fn, recurse)
         for owner, key, variable in self._state:  # update Keras' references to moved buffers, and its dtype policies
             variable._value = owner._buffers[key]
-        found = [str(weight.dtype).removeprefix("torch.") for weight in self.parameters()]
+        dtypes = [str(weight.dtype).removeprefix("torch.") for weight in self.parameters()]
         for layer, policy in self._policies:
-            layer.dtype_policy = policy if not found or policy.variable_dtype in found else found[0]
+            layer.dtype_policy = policy if not dtypes or policy.variable_dtype in dtypes else dtypes[0]
         return self
 
     def forward(self, **batch: Any) -> dict[str, Any]:

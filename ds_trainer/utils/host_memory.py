@@ -72,10 +72,10 @@ def _limited(cgroups: Path, membership: Path) -> Iterator[CgroupMemory]:
     """Those with a limit. Above ``memory.high`` the kernel slows processes until they hardly run: a limit too."""
     for version, directory in _memory_cgroups(cgroups, membership):
         limits, use, reclaimable = _FILES[version]
-        found = [_number(directory / name) for name in limits]
+        numbers = [_number(directory / name) for name in limits]
         if version == 1:  # also of the cgroups above it, which a container does not see
-            found.append(_statistic(directory / "memory.stat", "hierarchical_memory_limit") or None)
-        known = [limit for limit in found if limit is not None and limit < _NO_LIMIT]
+            numbers.append(_statistic(directory / "memory.stat", "hierarchical_memory_limit") or None)
+        known = [limit for limit in numbers if limit is not None and limit < _NO_LIMIT]
         if known:
             cached = _statistic(directory / "memory.stat", reclaimable)
             yield CgroupMemory(min(known), max(0, (_number(directory / use) or 0) - cached))

@@ -69,8 +69,8 @@ class RandomOfSamples(TorchDispatchMode):
             return first.copy_(self._drawn(first.shape, lambda size: func(first.new_empty(size), *args[1:], **kwargs)))
         if name in ("aten::bernoulli", "aten::bernoulli_"):  # of a tensor of probabilities
             chance = args[1] if len(args) > 1 else first
-            found = (self._uniform(first) < chance).to(first.dtype)
-            return found if name == "aten::bernoulli" else first.copy_(found)
+            drawn = (self._uniform(first) < chance).to(first.dtype)
+            return drawn if name == "aten::bernoulli" else first.copy_(drawn)
         if name == "aten::multinomial":  # the largest of logits with Gumbel's noise
             noise = -(-self._uniform(first).log()).log()
             return (first.log() + noise).topk(args[1], -1).indices

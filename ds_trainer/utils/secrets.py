@@ -124,12 +124,12 @@ def without_secrets(value: Any, above: str = "") -> Any:
         login = not lower.keys().isdisjoint(("user", "username", "login", "secret"))  # user and pass, key and secret
 
         def shown(name: str, entry: Any) -> Any:
-            found = name if is_secret(name) or is_secret(f"{above}.{name}") else ""
+            secret = name if is_secret(name) or is_secret(f"{above}.{name}") else ""
             if name.lower() in _VALUES and isinstance(entry, str) and is_secret(named):
-                found = named
+                secret = named
             elif login and name.lower() in ("pass", "key") and isinstance(entry, str):
-                found = name
-            return _masked_leaves(entry, masked(found)) if found else without_secrets(entry, name)
+                secret = name
+            return _masked_leaves(entry, masked(secret)) if secret else without_secrets(entry, name)
 
         return {redacted(name) if isinstance(name, str) else name: shown(str(name), value[name]) for name in value}
     if isinstance(value, list | tuple | set | frozenset):
@@ -244,11 +244,11 @@ def _is_random(word: str) -> bool:
     )
 
 
-def _without_near(found: re.Match[str]) -> str:
+def _without_near(match: re.Match[str]) -> str:
     """A random word, hidden if what precedes it ends in the name of a secret and a few words of a phrase."""
-    word = found.group()
+    word = match.group()
     if _is_random(word):
-        before = _ESCAPE.sub(" ", found.string[max(0, found.start() - 64) : found.start()])
+        before = _ESCAPE.sub(" ", match.string[max(0, match.start() - 64) : match.start()])
         bare = _BARE_NAME.search(before)
         if bare and bare[1] in (None, *SERVICES):
             return _HIDDEN
@@ -258,9 +258,9 @@ def _without_near(found: re.Match[str]) -> str:
     return word
 
 
-def _without_encoded(found: re.Match[str]) -> str:
+def _without_encoded(match: re.Match[str]) -> str:
     """A word in base64 or with ``%3D``, hidden or decoded if what it says is a secret."""
-    word = found.group()
+    word = match.group()
     if "%" in word:
         text = unquote(word)
         return word if text == word or (hidden := redacted(text)) == text else hidden
@@ -337,11 +337,11 @@ def _bare_value(text: str, sign: re.Match[str], name: str, flow: bool) -> re.Mat
 def _without_options(text: str) -> str:
     """``text`` without the values behind options: ``--token abc1``. ``--token needs a value`` stays as it is."""
 
-    def shown(found: re.Match[str]) -> str:
-        option, value = found.groups()
-        more = len(value) >= _SHORTEST_FOUND and text.startswith(" -", found.end())  # --password abcdefgh -n 1
+    def shown(match: re.Match[str]) -> str:
+        option, value = match.groups()
+        more = len(value) >= _SHORTEST_FOUND and text.startswith(" -", match.end())  # --password abcdefgh -n 1
         if not is_secret(option) or (_PROSE.fullmatch(value) and not more):
-            return found.group()
-        return found.group()[: found.start(2) - found.start()] + _HIDDEN
+            return match.group()
+        return match.group()[: match.start(2) - match.start()] + _HIDDEN
 
     return _OPTION.sub(shown, text) if "-" in text else text

@@ -141,11 +141,11 @@ def _rows(report_to: str | Iterable[str] | None) -> tuple[list[TrackerSpec], lis
     if names in ([], ["none"]):
         return [], []
     if _wants_all(names):
-        found = [row for row in ROWS if row.in_all and not row.missing]
-        if any(row.name == "mlflow" for row in found):  # Azure takes what MLflow sends
-            found = [row for row in found if row.name != "azure_ml"]
-        logger.info("report_to=all: %s", ", ".join(row.name for row in found) or "no tracker is installed")
-        return found, []
+        installed = [row for row in ROWS if row.in_all and not row.missing]
+        if any(row.name == "mlflow" for row in installed):  # Azure takes what MLflow sends
+            installed = [row for row in installed if row.name != "azure_ml"]
+        logger.info("report_to=all: %s", ", ".join(row.name for row in installed) or "no tracker is installed")
+        return installed, []
     alone = [
         f"report_to={names}: '{word}' cannot be combined with others." for word in ("all", "none") if word in names
     ]

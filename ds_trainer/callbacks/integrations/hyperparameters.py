@@ -28,8 +28,8 @@ def hyperparameters(args: Any, model: Any, deepspeed_config: Callable[[], Mappin
 
 def arguments(args: Any) -> dict[str, Any]:
     """The training arguments as plain data, without secrets."""
-    found: dict[str, Any] = without_secrets(args.to_dict())
-    return found
+    values: dict[str, Any] = without_secrets(args.to_dict())
+    return values
 
 
 def model_configuration(model: Any) -> dict[str, Any]:

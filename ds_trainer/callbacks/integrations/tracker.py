@@ -204,7 +204,7 @@ def number(value: Any) -> int | float | None:
     if not callable(getattr(type(value), "item", None)):
         return None
     try:
-        found = value.item()
+        element = value.item()
     except (RuntimeError, ValueError):  # raised by torch and numpy for more than one element
         return None
-    return found if isinstance(found, int | float) else None
+    return element if isinstance(element, int | float) else None

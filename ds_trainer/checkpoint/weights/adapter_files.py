@@ -153,8 +153,8 @@ def write_adapters(
     warn_of_empty_adapters(model, written)
     for folder, expected in written:
         path = folder / WEIGHTS_FILE
-        found = load_file(path) if path.is_file() else {}
-        if found.keys() != expected.keys() or not all(torch.equal(found[n], t.cpu()) for n, t in expected.items()):
+        tensors = load_file(path) if path.is_file() else {}
+        if tensors.keys() != expected.keys() or not all(torch.equal(tensors[n], t.cpu()) for n, t in expected.items()):
             raise ConfigError(f"{path} does not contain the adapters that were written. Check the disk and save again.")
 
 

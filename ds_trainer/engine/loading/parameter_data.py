@@ -53,12 +53,12 @@ def check_source(model: nn.Module, source: WeightSource | None) -> None:
     owner = type(model).__name__
 
     def unknown(named: Iterable[tuple[str, torch.Tensor]], saved: set[str] | None = None) -> list[str]:
-        found = []
+        names = []
         for name, tensor in named:
             known = source is not None and source.has(name) and (saved is None or name in saved)
             if tensor.is_meta and not known:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     problems = []
     if parameters := unknown(model.named_parameters()):

@@ -26,8 +26,8 @@ def restore_bias_corrections(partitions: Iterable[FlatPartition]) -> None:
         if hasattr(partition.optimizer, "ds_opt_adam") and "step" in partition.states:
             optimizers[id(partition.optimizer)] = partition.optimizer
             counters = [one.scalars["step"] for one in partition.histories or () if one.began]
-            found = steps.setdefault(id(partition.optimizer), set())
-            found.update(int(counter) for counter in counters or [partition.states["step"]])
+            numbers = steps.setdefault(id(partition.optimizer), set())
+            numbers.update(int(counter) for counter in counters or [partition.states["step"]])
     for key, optimizer in optimizers.items():
         if len(steps[key]) == 1:  # else every parameter's step differs from the one before, and ``pow`` is called
             _repeat_steps(optimizer, *steps[key])

@@ -26,12 +26,12 @@ def sliced_layers(parameters: Iterable[torch.Tensor]) -> list[Any]:
 
     Each has ``weight``, ``bias`` (or None), and ``gather_params([weight, bias])``, which gathers the full tensors.
     """
-    found: dict[int, Any] = {}
+    layers: dict[int, Any] = {}
     for parameter in parameters:
         if is_sliced(parameter):
             layer = parameter.gather_params.__self__  # type: ignore[attr-defined]  # AutoTP ties them
-            found.setdefault(id(layer), layer)
-    return list(found.values())
+            layers.setdefault(id(layer), layer)
+    return list(layers.values())
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

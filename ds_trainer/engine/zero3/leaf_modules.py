@@ -25,13 +25,13 @@ from ds_trainer.engine.tiling.tiled_forward import tiled_forward
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of ``model`` whose experts are separate modules, by name; the outermost if they are nested."""
     modules = dict(model.named_modules())
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in modules.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             block = _block_around(name, list(module.children()), modules)
             if block:
-                found[block] = modules[block]
-    return {name: found[name] for name in found if not any(name.startswith(f"{other}.") for other in found)}
+                blocks[block] = modules[block]
+    return {name: blocks[name] for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)}
 
 
 def mark_leaf_modules(model: nn.Module) -> list[str]:

@@ -140,8 +140,8 @@ def _at(values: Sequence[float] | None, place: int) -> float:
 
 def _messages(files: RunFiles) -> list[str]:
     """The last warnings."""
-    found = [message for session in files.sessions for message in session.messages if not message.get("check")]
-    return [f"! {message.get('text')}" for message in found[-2:]]
+    messages = [message for session in files.sessions for message in session.messages if not message.get("check")]
+    return [f"! {message.get('text')}" for message in messages[-2:]]
 
 
 def _age(age: float | None, outcome: RunOutcome) -> str:

@@ -80,20 +80,20 @@ def _inspect(path: Path) -> JitLock:
 
 def lock_findings(directory: Path) -> list[Finding]:
     """One finding per lock, or one that says that there is none."""
-    found = []
+    findings = []
     for lock in find_locks(directory):
         name, quiet = f"lock of {lock.path.parent.name}", human_duration(max(0.0, lock.seconds))
         if lock.held_by:
             pids = ", ".join(map(str, lock.held_by))
-            found.append(Finding(Level.OK, name, f"process {pids} is compiling"))
+            findings.append(Finding(Level.OK, name, f"process {pids} is compiling"))
         elif lock.stale:
             message = f"{lock.path} is stale (no change for {quiet}, no process holds it): every start waits for it"
-            found.append(Finding(Level.FAIL, name, message, f"rm {lock.path}"))
+            findings.append(Finding(Level.FAIL, name, message, f"rm {lock.path}"))
         else:
             message = f"{lock.path}: no process of this machine holds it; last change {quiet} ago"
             remedy = f"If nothing is being compiled on another machine or in another container: rm {lock.path}"
-            found.append(Finding(Level.WARN, name, message, remedy))
-    return found or [Finding(Level.OK, "locks of operators", f"none in {directory}")]
+            findings.append(Finding(Level.WARN, name, message, remedy))
+    return findings or [Finding(Level.OK, "locks of operators", f"none in {directory}")]
 
 
 def remove_certain(directory: Path) -> tuple[list[JitLock], list[JitLock]]:

@@ -81,9 +81,9 @@ def library_findings() -> list[Finding]:
     """For ``ds-trainer doctor``: what is known about the installed set of versions, and each changed function."""
     changes, outside = changed_functions(), outside_bounds()
     bounds = [Finding(Level.WARN, "bounds", "; ".join(outside), _INSTALL)] if outside else []
-    found = {package: installed_version(package) for package in _COMPARED}
+    installed = {package: installed_version(package) for package in _COMPARED}
     return [
-        versions_finding({name: version for name, version in found.items() if version is not None}, tested_sets()),
+        versions_finding({name: version for name, version in installed.items() if version is not None}, tested_sets()),
         *bounds,
         *([_function(change) for change in changes] or [_no_change()]),
     ]

@@ -29,10 +29,10 @@ SMALL_STACK = 8 * 2**20
 
 def existing(path: str | os.PathLike[str]) -> Path:
     """``path``, or the nearest directory above it that exists."""
-    found = Path(os.path.expanduser(path)).absolute()
-    while not found.exists():
-        found = found.parent
-    return found
+    ancestor = Path(os.path.expanduser(path)).absolute()
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    return ancestor
 
 
 def disk_findings(directories: Mapping[str, str | os.PathLike[str]], needed: Mapping[str, int]) -> list[Finding]:
@@ -101,12 +101,12 @@ def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> li
     """
     files, stack = _limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_STACK)
     locked, processes = _limit(resource.RLIMIT_MEMLOCK), _limit(resource.RLIMIT_NPROC)
-    found = []
+    findings = []
 
     def add(name: str, value: float, bad: bool, remedy: str, level: Level = Level.WARN) -> None:
         shown = human_bytes(value) if name in ("stack", "locked memory") else f"{value:.0f}"
         message = "unlimited" if value == float("inf") else shown
-        found.append(Finding(level if bad else Level.OK, f"limit of {name}", message, remedy if bad else ""))
+        findings.append(Finding(level if bad else Level.OK, f"limit of {name}", message, remedy if bad else ""))
 
     level = Level.FAIL if files < TOO_FEW_FILES else Level.WARN
     advice = "ulimit -n 65536 in the batch script (LimitNOFILE= of slurmd, --ulimit nofile= of docker)."
@@ -114,14 +114,14 @@ def limit_findings(fast_network: bool, rank: int = 0, world_size: int = 1) -> li
     if problem is not None:
         message, cannot_meet = problem
         level = Level.FAIL if cannot_meet or files < TOO_FEW_FILES else Level.WARN
-        found.append(Finding(level, "limit of open files", message, advice))
+        findings.append(Finding(level, "limit of open files", message, advice))
     else:
         add("open files", files, files < FEW_FILES, advice, level)
     add("processes", processes, processes < FEW_PROCESSES, "ulimit -u 65536: threads count too.")
     add("stack", stack, stack < SMALL_STACK, "ulimit -s 8192.")
     few = fast_network and locked != float("inf")
     add("locked memory", locked, few, "ulimit -l unlimited (LimitMEMLOCK=infinity of slurmd, --ulimit memlock=-1).")
-    return found
+    return findings
 
 
 def _limit(which: int) -> float:
@@ -179,5 +179,5 @@ def affinity() -> frozenset[int]:
 
 def written_directories(output_dir: str | None, extensions: Path) -> dict[str, str | os.PathLike[str]]:
     """The directories that a training writes to, by purpose."""
-    found: dict[str, str | os.PathLike[str]] = {} if output_dir is None else {"output_dir": output_dir}
-    return {**found, "temporary files": tempfile.gettempdir(), "torch extensions": extensions}
+    directories: dict[str, str | os.PathLike[str]] = {} if output_dir is None else {"output_dir": output_dir}
+    return {**directories, "temporary files": tempfile.gettempdir(), "torch extensions": extensions}

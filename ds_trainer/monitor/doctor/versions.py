@@ -47,7 +47,7 @@ Facts = dict[str, str]
 @functools.cache
 def versions() -> Facts:
     """Versions of the libraries that compute. Every call returns the same object: do not change it."""
-    found: dict[str, str | None] = {
+    values: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
@@ -56,13 +56,13 @@ def versions() -> Facts:
         **{name: _installed(name) for name in _PACKAGES},
         "code of ds_trainer": code_digest(_PACKAGE),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def machine_versions() -> Facts:
     """Versions that may differ between machines, but rarely should."""
-    found = {"kernel": platform.release(), "GPU driver": _driver(), "device": _device()}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {"kernel": platform.release(), "GPU driver": _driver(), "device": _device()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def script_digest() -> Facts:
@@ -125,15 +125,15 @@ class Difference:
 def differences(reports: Sequence[tuple[RankHost, Facts]]) -> list[Difference]:
     """The facts that differ between ranks. A rank without a fact counts as having ``nothing``."""
     names = dict.fromkeys(name for _, facts in reports for name in facts)
-    found = []
+    rows = []
     for name in names:
         values: dict[str, list[RankHost]] = {}
         for rank, facts in reports:
             values.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(values) > 1:
             ordered = sorted(values.items(), key=lambda entry: -len(entry[1]))
-            found.append(Difference(name, tuple((value, tuple(ranks)) for value, ranks in ordered)))
-    return found
+            rows.append(Difference(name, tuple((value, tuple(ranks)) for value, ranks in ordered)))
+    return rows
 
 
 def argument_differences(

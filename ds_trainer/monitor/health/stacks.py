@@ -31,11 +31,11 @@ def frame_of(thread: int) -> FrameType | None:
 
 def frame_lines(frame: FrameType | None, most: int = 40) -> list[str]:
     """The innermost ``most`` frames as ``file:line in function``, outermost first. Reads no source file."""
-    found: list[str] = []
-    while frame is not None and len(found) < most:
-        found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+    lines: list[str] = []
+    while frame is not None and len(lines) < most:
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
-    return found[::-1]
+    return lines[::-1]
 
 
 def user_frame(stack: list[str]) -> str | None:

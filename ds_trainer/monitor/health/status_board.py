@@ -41,8 +41,8 @@ class StatusBoard:
         """Host and process ID of a rank; None if it never started."""
         if rank == 0:
             return self.keeper
-        found = self.get(f"members/{rank}")
-        return None if found is None else (found[0], found[1])
+        text = self.get(f"members/{rank}")
+        return None if text is None else (text[0], text[1])
 
     def put(self, key: str, value: Any) -> None:
         """Set ``key`` to ``value``."""
@@ -53,8 +53,8 @@ class StatusBoard:
 
     def get(self, key: str) -> Any:
         """The value of ``key``; None if it is not set."""
-        found = self.get_all([key])
-        return None if found is None else found[0]
+        values = self.get_all([key])
+        return None if values is None else values[0]
 
     def get_all(self, keys: Sequence[str]) -> list[Any] | None:
         """The values of ``keys``; None unless all of them are set."""
@@ -64,9 +64,9 @@ class StatusBoard:
 
     def get_some(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values of those of ``keys`` that are set; in one exchange if all are."""
-        found = self.get_all(keys) if keys else []
-        if found is not None:
-            return dict(zip(keys, found, strict=True))
+        values = self.get_all(keys) if keys else []
+        if values is not None:
+            return dict(zip(keys, values, strict=True))
         return {key: value for key in keys if (value := self.get(key)) is not None}
 
     def append(self, key: str, value: Any) -> None:

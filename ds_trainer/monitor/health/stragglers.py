@@ -166,11 +166,11 @@ class StragglerReport:
         if board.rank != 0:
             return
         for number, step in list(self._open):
-            found = board.get_all([_key(number, rank) for rank in range(board.world_size)])
-            if found is None:
+            texts = board.get_all([_key(number, rank) for rank in range(board.world_size)])
+            if texts is None:
                 break  # in order; the oldest is dropped when too many wait
             self._open.remove((number, step))
-            self._report(step, [Window(*values) for values in found])
+            self._report(step, [Window(*values) for values in texts])
 
     def finish(self, board: StatusBoard, seconds: float = 1.0) -> None:
         """Exchange for the last time; the main process waits up to ``seconds`` for the others' last window."""

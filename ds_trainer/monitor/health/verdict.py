@@ -167,11 +167,11 @@ REPORT = "report.txt"
 
 def folder_for(directory: Path, step: int, suffix: str = "") -> Path:
     """A new folder below ``directory`` for a hang after ``step``. Folders of earlier hangs at this step are kept."""
-    number, found = 1, directory / f"hang-step-{step}{suffix}"
-    while found.exists():
+    number, folder = 1, directory / f"hang-step-{step}{suffix}"
+    while folder.exists():
         number += 1
-        found = directory / f"hang-step-{step}{suffix}-{number}"
-    return found
+        folder = directory / f"hang-step-{step}{suffix}-{number}"
+    return folder
 
 
 def write_rank(folder: Path, report: RankReport, stacks: str | None) -> Path:

@@ -325,13 +325,13 @@ class Watchdog:
         poll(complete, expiry(self.rules.answer))
         own = {rank: f"report/{number}/{rank}" for rank in reported}
         last = {rank: f"pulse/{rank}" for rank in every - reported}
-        found = {**board.get_some(list(own.values())), **board.get_some(list(last.values()))}
-        reports = {rank: RankReport(**found[key]) for rank, key in own.items()}
+        texts = {**board.get_some(list(own.values())), **board.get_some(list(last.values()))}
+        reports = {rank: RankReport(**texts[key]) for rank, key in own.items()}
         for rank, key in last.items():
-            if key in found and found[key]["ended"]:
-                reports[rank] = RankReport(**found[key])
+            if key in texts and texts[key]["ended"]:
+                reports[rank] = RankReport(**texts[key])
             else:
-                reports[rank] = self._silent_report(rank, found.get(key))
+                reports[rank] = self._silent_report(rank, texts.get(key))
         return reports
 
     def _silent_report(self, rank: int, pulse: dict[str, Any] | None) -> RankReport:

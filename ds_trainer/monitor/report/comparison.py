@@ -81,9 +81,9 @@ def _figures(comparison: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ("how fast", "speed", speed_texts),
         ("cost", "cost", cost_texts),
     ):
-        found = [texts(one[part]) for one in (left, right)]
-        rows.append((title, *(big for big, _ in found)))
-        rows += [("", *pair) for pair in _pairs(found[0][1], found[1][1])]
+        figures = [texts(one[part]) for one in (left, right)]
+        rows.append((title, *(big for big, _ in figures)))
+        rows += [("", *pair) for pair in _pairs(figures[0][1], figures[1][1])]
     return rows
 
 
@@ -109,9 +109,9 @@ def _times(times: Any) -> list[tuple[str, ...]]:
     parts = [{part["name"]: part for part in time["parts"]} for time in times]
     rows: list[tuple[str, ...]] = [("total", *(human_duration(time["total_seconds"]) for time in times))]
     for name in dict.fromkeys([*parts[0], *parts[1]]):
-        found = (part.get(name) for part in parts)
+        seconds = (part.get(name) for part in parts)
         rows.append(
-            (name, *("" if one is None else f"{human_duration(one['seconds'])}, {one['share']:.1%}" for one in found))
+            (name, *("" if one is None else f"{human_duration(one['seconds'])}, {one['share']:.1%}" for one in seconds))
         )
     return rows
 

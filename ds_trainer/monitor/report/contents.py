@@ -110,7 +110,7 @@ def _curves(files: RunFiles) -> dict[str, Points]:
 def _quality(files: RunFiles) -> dict[str, Any]:
     loss = files.curve(files.loss_name)
     tail = [value for _, value in loss[-max(1, len(loss) // 20) :]]
-    found: dict[str, Any] = {
+    quality: dict[str, Any] = {
         "first_loss": loss[0][1] if loss else None,
         "last_loss": loss[-1][1] if loss else None,
         "recent_loss": statistics.fmean(tail) if tail else None,
@@ -122,14 +122,14 @@ def _quality(files: RunFiles) -> dict[str, Any]:
     }
     for name, points in files.evaluation_losses().items():
         step, best = min(points, key=lambda point: point[1])
-        found["evaluations"][name] = {"best": best, "best_step": step, "last": points[-1][1], "step": points[-1][0]}
+        quality["evaluations"][name] = {"best": best, "best_step": step, "last": points[-1][1], "step": points[-1][0]}
     for record in files.records:
         for name, value in record.items():
             other = "_loss/" in name or name.endswith(("_loss", "_runtime", "_second", "_items"))
             plain = name.startswith("eval_") and not other
             if plain and is_number(value):
-                found["metrics"][name] = value
-    return found
+                quality["metrics"][name] = value
+    return quality
 
 
 def _speed(files: RunFiles, use: TimeUse) -> dict[str, Any]:
@@ -300,17 +300,17 @@ class Spike:
 
 def spikes_of(files: RunFiles) -> list[dict[str, Any]]:
     """The spikes of the loss and the gradient norm, and values that are not finite, by step; the largest ones."""
-    found: list[Spike] = []
+    spikes: list[Spike] = []
     for name, ratio in _LEAST_RATIO.items():
         points = files.curve(name)
-        found += find_spikes(name, points, ratio)
+        spikes += find_spikes(name, points, ratio)
         usual = statistics.median([value for _, value in points]) if points else None
         steps = [step for step, _ in points]
         for step in files.not_finite(name):
             before = max((int(other) for other in steps if other < step), default=int(step) - 1)
-            found.append(Spike(name, before + 1, int(step), None, usual))
-    found.sort(key=lambda spike: -(spike.value / spike.usual if spike.value and spike.usual else float("inf")))
-    chosen = sorted(found[:MOST_SPIKES], key=lambda spike: (spike.step, spike.name))
+            spikes.append(Spike(name, before + 1, int(step), None, usual))
+    spikes.sort(key=lambda spike: -(spike.value / spike.usual if spike.value and spike.usual else float("inf")))
+    chosen = sorted(spikes[:MOST_SPIKES], key=lambda spike: (spike.step, spike.name))
     return [asdict(with_samples(spike, files)) for spike in chosen]
 
 

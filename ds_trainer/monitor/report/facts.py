@@ -72,15 +72,15 @@ def _short(value: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages involved."""
-    found = {"python": platform.python_version()}
+    values = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            values[package] = version(package)
         except PackageNotFoundError:  # an optional package
             continue
     torch = sys.modules.get("torch")
     cuda = getattr(getattr(torch, "version", None), "cuda", None)
-    return {**found, "cuda": str(cuda)} if cuda else found
+    return {**values, "cuda": str(cuda)} if cuda else values
 
 
 @functools.cache

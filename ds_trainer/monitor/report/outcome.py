@@ -94,7 +94,7 @@ def is_alive(session: Session) -> bool:
 
 def incidents_of(files: RunFiles) -> list[dict[str, Any]]:
     """Warnings, errors, restarts and rollbacks of all processes, oldest first: time, kind, text."""
-    found: list[dict[str, Any]] = []
+    incidents: list[dict[str, Any]] = []
     for number, session in enumerate(files.sessions):
         if number:
             before = files.sessions[number - 1]
@@ -103,10 +103,10 @@ def incidents_of(files: RunFiles) -> list[dict[str, Any]]:
                 f"; {counted(repeated, 'step')} after it are repeated" if repeated else ""
             )
             text = text if session.start.get(STARTED, True) else "Another process began, and did not reach a step"
-            found.append(
+            incidents.append(
                 {"time": session.start.get("time"), "kind": "restart", "text": text, "step": session.first_step}
             )
-        found += [
+        incidents += [
             {
                 "time": message.get("time"),
                 "kind": str(message.get("level", "warning")).lower(),
@@ -119,30 +119,30 @@ def incidents_of(files: RunFiles) -> list[dict[str, Any]]:
         if session.end is not None and session.end.get("outcome") != "finished":
             end = session.end
             text = f"{end.get('error') or ''}: {end.get('text') or ''}".strip(": ")
-            found.append(
+            incidents.append(
                 {"time": end.get("time"), "kind": str(end.get("outcome")), "text": text, "step": end.get("step")}
             )
     for record in files.records:
         if is_number(record.get("rolled_back_from_step")):
             text = f"Rolled back from step {record['rolled_back_from_step']:g} to {record['rolled_back_to_step']:g}"
-            found.append({"time": None, "kind": "rollback", "text": text, "step": record.get("step")})
-    return found
+            incidents.append({"time": None, "kind": "rollback", "text": text, "step": record.get("step")})
+    return incidents
 
 
 def checks_of(files: RunFiles) -> list[dict[str, Any]]:
     """What was proven: the check, its result with its numbers."""
-    found: list[dict[str, Any]] = []
+    checks: list[dict[str, Any]] = []
     weights = files.summary.get("weights")
     if weights:
-        found.append({"check": "weights", "text": weights})
+        checks.append({"check": "weights", "text": weights})
     seen = set()
     for session in files.sessions:
         for message in session.messages:
             if message.get("check") and (message["check"], message.get("text")) not in seen:
                 seen.add((message["check"], message.get("text")))
-                found.append({"check": message["check"], "text": message.get("text")})
+                checks.append({"check": message["check"], "text": message.get("text")})
     for session in files.sessions:
         if session.start.get("resumed_from"):
             text = f"continued from {session.start['resumed_from']}, step {session.first_step:,}"
-            found.append({"check": "resume", "text": text})
-    return found
+            checks.append({"check": "resume", "text": text})
+    return checks

@@ -86,8 +86,8 @@ class RunFiles:
     @property
     def summary(self) -> Mapping[str, Any]:
         """The sizes of the run, as in its header; empty without a history."""
-        found = self.start.get("summary")
-        return found if isinstance(found, dict) else {}
+        summary = self.start.get("summary")
+        return summary if isinstance(summary, dict) else {}
 
     @property
     def last_step(self) -> int:
@@ -164,10 +164,10 @@ def is_number(value: Any) -> bool:
 def _mapping(path: Path) -> dict[str, Any] | None:
     """The JSON object in ``path``; None if there is none. One that cannot be read is left out with a warning."""
     try:
-        found = read_json(path)
+        value = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s): the report leaves it out", path, error)
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

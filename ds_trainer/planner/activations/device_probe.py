@@ -88,12 +88,12 @@ def _probed(
                 gc.collect()
                 torch.cuda.empty_cache()
             start = time.perf_counter()
-            found = _ProbeRun(module, kind).measure(batch, length)
-            kept[layers, length] = found.kept
+            run = _ProbeRun(module, kind).measure(batch, length)
+            kept[layers, length] = run.kept
             if kind == "cpu" and len(kept) == 1:
                 _refuse_long(model, time.perf_counter() - start)
         if layers == 2:
-            loss = _loss_ratio(module, found.loss, batch * lengths[1], lengths[1], number_format)
+            loss = _loss_ratio(module, run.loss, batch * lengths[1], lengths[1], number_format)
             if kind == "cuda":
                 # Bytes of the device that no tensor of this process uses, and the share that is reserved beyond
                 # tensors.
@@ -143,10 +143,10 @@ def predicted_layer(model: PlannedModel, probe: Probe) -> float:
 
 def describe(model: PlannedModel, probe: Probe) -> str:
     """Predicted and measured values, in one line."""
-    predicted, found = predicted_layer(model, probe), probe.layer[1]
+    predicted, measured = predicted_layer(model, probe), probe.layer[1]
     text = (
-        f"Probed on {probe.device} in {probe.seconds:.1f} s: a layer keeps {found:,.0f} bytes a token (predicted "
-        f"{predicted:,.0f}, x {found / predicted:.3f}); logits and loss x {probe.loss:.3f} of what is predicted"
+        f"Probed on {probe.device} in {probe.seconds:.1f} s: a layer keeps {measured:,.0f} bytes a token (predicted "
+        f"{predicted:,.0f}, x {measured / predicted:.3f}); logits and loss x {probe.loss:.3f} of what is predicted"
     )
     if probe.fragmentation is not None and probe.context is not None:
         text += f"; fragmentation {probe.fragmentation:.1%}, context {probe.context / 1e9:.2f} GB"

@@ -75,12 +75,12 @@ class Activations:
     def bytes_per_token(self, sizes: Mapping[str, float]) -> BytesPerToken:
         """The values for ``sizes``, a number for each of :data:`DIMENSIONS`."""
         key = tuple(sizes.values())
-        found = self._values.get(key)
-        if found is None:  # a search asks thousands of times for a few sizes
+        known = self._values.get(key)
+        if known is None:  # a search asks thousands of times for a few sizes
             moments = (self.forward, self.backward, self.loss)
             largest = (max(formula.bytes_per_token(sizes) for formula in formulas) for formulas in moments)
-            found = self._values[key] = BytesPerToken(self.layer.bytes_per_token(sizes), *largest)
-        return found
+            known = self._values[key] = BytesPerToken(self.layer.bytes_per_token(sizes), *largest)
+        return known
 
     @cached_property
     def _values(self) -> dict[tuple[float, ...], BytesPerToken]:

@@ -121,8 +121,8 @@ class _LiveStorages(TorchDispatchMode):
 
     def end(self) -> tuple[Formula, ...]:
         """What existed in addition, for the moments of which none is always larger than another."""
-        found = [Formula(dict(moment)) for moment in self._moments]
-        return tuple(one for one in found if not any(other is not one and _covers(other, one) for other in found))
+        formulas = [Formula(dict(moment)) for moment in self._moments]
+        return tuple(one for one in formulas if not any(other is not one and _covers(other, one) for other in formulas))
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

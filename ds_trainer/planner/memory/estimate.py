@@ -61,11 +61,11 @@ class MemoryEstimate:
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """Tensors on the device at each moment, in the order of a step."""
-        found = []
+        moments = []
         for name, own, others in zip(MOMENTS, self._activations(), self.shared.at, strict=True):
             items = {**self.shared.states, **own, **others}
-            found.append(Moment(name, {item: size * self.factor for item, size in items.items() if size > 0}))
-        return tuple(found)
+            moments.append(Moment(name, {item: size * self.factor for item, size in items.items() if size > 0}))
+        return tuple(moments)
 
     @cached_property
     def peak(self) -> Moment:
@@ -146,8 +146,8 @@ class MemoryEstimator:
         offload = (run.offload_optimizer, run.offload_param, run.optimizer_on_nvme, run.param_on_nvme)
         features = (*offload, run.checkpointing, run.every_n_layers)
         key = (run.world_size, run.tp, run.ep, run.cp * run.sp > 1, run.stage, run.hpz, numbers, features)
-        found = self._shared.get(key)
-        if found is None:
+        items = self._shared.get(key)
+        if items is None:
             elements = self._elements.get((run.tp, run.ep))
             if elements is None:
                 elements = self._elements[run.tp, run.ep] = elements_of(self.model, run.tp, run.ep)
@@ -158,18 +158,18 @@ class MemoryEstimator:
                 file = run.weight_bytes * elements.trainable if self.model.adapters else 0  # of adapters
                 ranks = run.shards if run.stage == 3 else 1
                 host["snapshot of a save"] = 12 * elements.whole_trainable / run.shards + file / ranks
-            found = shared_items(states, host, elements, run, self.model.stack.layers)
-            found = self._shared[key] = replace(found, nvme=nvme_states(elements, run))
-        return found
+            items = shared_items(states, host, elements, run, self.model.stack.layers)
+            items = self._shared[key] = replace(items, nvme=nvme_states(elements, run))
+        return items
 
     def _micro_batch(self, run: Candidate) -> MicroBatch:
         sizes = (run.length, run.micro_batch, run.eval_micro_batch, run.tp, run.cp, run.sp, run.ep)
         features = (run.checkpointing, run.every_n_layers, run.chunked_loss, run.tiled_mlp, run.offload_activations)
         key = (*sizes, *features, run.attention, run.precision)
-        found = self._batches.get(key)
-        if found is None:
-            found = self._batches[key] = micro_batch(self.model, run)
-        return found
+        items = self._batches.get(key)
+        if items is None:
+            items = self._batches[key] = micro_batch(self.model, run)
+        return items
 
 
 def estimate_memory(model: PlannedModel, run: Candidate, cluster: Cluster | None = None) -> MemoryEstimate:

@@ -63,11 +63,11 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     if run.chunked_loss:
         sizes["vocabulary"] *= min(1.0, CHUNK_TOKENS / tokens)
     tiles_norms = False
-    found = model.bytes_per_token(sizes, *kind)
+    size = model.bytes_per_token(sizes, *kind)
     if run.tiled_mlp:
         tiled = tiled_layer(model, sizes, kind, run.weight_bytes, tokens)
-        found, sizes, tiles_norms = tiled.found, dict(tiled.sizes), tiled.norms
-    everything, forward = tokens * found.layer, tokens * found.forward
+        size, sizes, tiles_norms = tiled.found, dict(tiled.sizes), tiled.norms
+    everything, forward = tokens * size.layer, tokens * size.forward
     if run.ep > 1:  # results that return are kept, and more rows where experts get more tokens
         rows = tokens * run.weight_bytes * sizes["active"]
         exchanged = rows * (sizes["hidden"] + (IMBALANCE - 1) * (2 * sizes["hidden"] + 3 * sizes["inner"]))
@@ -79,7 +79,7 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     if not trains_norms:  # then nothing reads what two norms of a layer made before they scaled it
         everything -= tokens * 2 * run.weight_bytes * sizes["hidden"]
         forward -= tokens * 2 * run.weight_bytes * sizes["hidden"]
-    without_gradients = tokens * _largest_without_gradients(sizes, run.weight_bytes, found.forward, tiles_norms)
+    without_gradients = tokens * _largest_without_gradients(sizes, run.weight_bytes, size.forward, tiles_norms)
     headless = {**sizes, "vocabulary": 0.0}
     last_norm, norm_backward = formulas.outside.bytes_per_token(headless), formulas.bytes_per_token(headless).loss
     if tiles_norms:  # its output; the gradients of its output and input
@@ -101,8 +101,8 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
         recomputed=again if run.checkpointing else 0.0,
         recomputed_last=again if recomputes_last else 0.0,
         forward=max(without_gradients, forward - everything - boundary) if recomputes_last else forward - everything,
-        backward=tokens * found.backward + (IMBALANCE * rows * sizes["hidden"] if run.ep > 1 else 0.0),
-        loss=tokens * found.loss,
+        backward=tokens * size.backward + (IMBALANCE * rows * sizes["hidden"] if run.ep > 1 else 0.0),
+        loss=tokens * size.loss,
         output=boundary,
         output_gradient=boundary + tokens * 4 * sizes["hidden"] * (run.weight_bytes < 4) if run.chunked_loss else 0.0,
         logits=run.weight_bytes * logits,

@@ -62,7 +62,7 @@ def total(groups: Iterable[ParameterGroup]) -> int:
 
 def total_by_kind(groups: Iterable[ParameterGroup]) -> dict[str, int]:
     """Elements of each kind that occurs, in the order of :data:`KINDS`."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for group in groups:
-        found[group.kind] += group.total
-    return {kind: found[kind] for kind in KINDS if found[kind]}
+        totals[group.kind] += group.total
+    return {kind: totals[kind] for kind in KINDS if totals[kind]}

@@ -33,7 +33,7 @@ def module_parameters(model: nn.Module) -> list[ParameterGroup]:
     norms, tables = _owned_by(model, "norm"), set(_tables(model, nn.Embedding))
     head, adapter = _head_name(model), _adapter_prefix(model)
     quantized = dict(_quantized(model))
-    found: Counter[ParameterGroup] = Counter()
+    counts: Counter[ParameterGroup] = Counter()
     for name, parameter in model.named_parameters():
         stack = next((index for index, prefix in enumerate(stacks) if name.startswith(f"{prefix}.")), None)
         shape, width = quantized.get(name, (whole_shape(parameter), None))
@@ -43,10 +43,10 @@ def module_parameters(model: nn.Module) -> list[ParameterGroup]:
         elif name.startswith(f"{head}."):
             kind = "head"
         short = name if stack is None else _INDEX.sub(".*", name.removeprefix(f"{stacks[stack]}.")).lstrip(".*")
-        found[
+        counts[
             ParameterGroup(short, shape, kind, stack=stack, trained=bool(parameter.requires_grad), element_bytes=width)
         ] += 1
-    return [replace(group, copies=copies) for group, copies in found.items()]
+    return [replace(group, copies=copies) for group, copies in counts.items()]
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
@@ -62,14 +62,14 @@ def layer_lists(model: nn.Module) -> list[str]:
     """
     from torch import nn
 
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or name.startswith(tuple(f"{one}." for one in found)):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or name.startswith(tuple(f"{one}." for one in names)):
             continue
         if _is_stack(module, isinstance(module, nn.Sequential)):
-            found.append(name)
-    attending = [name for name in found if has_attention(model.get_submodule(name))]
-    return sorted(attending or found, key=lambda name: not any(word in name for word in _ENCODERS_OF_MEDIA))
+            names.append(name)
+    attending = [name for name in names if has_attention(model.get_submodule(name))]
+    return sorted(attending or names, key=lambda name: not any(word in name for word in _ENCODERS_OF_MEDIA))
 
 
 def has_attention(module: nn.Module) -> bool:

@@ -21,8 +21,8 @@ def labels_of(inputs: Any, names: Sequence[str]) -> Any:
     """The labels of a batch: a tensor, a tuple of several, or None, also if it is no mapping."""
     if not isinstance(inputs, Mapping):
         return None
-    found = tuple(inputs[name] for name in names if inputs.get(name) is not None)
-    return found[0] if len(found) == 1 else found or None
+    labels = tuple(inputs[name] for name in names if inputs.get(name) is not None)
+    return labels[0] if len(labels) == 1 else labels or None
 
 
 def predictions_of(outputs: Any, ignored: Sequence[str]) -> Any:

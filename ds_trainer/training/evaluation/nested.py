@@ -30,9 +30,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of ``tree``, in the order of :func:`map_leaves`."""
-    found: list[Any] = []
-    map_leaves(found.append, tree)
-    return found
+    leaves: list[Any] = []
+    map_leaves(leaves.append, tree)
+    return leaves
 
 
 def detached(tree: Any) -> Any:

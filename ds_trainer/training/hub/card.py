@@ -94,7 +94,7 @@ def metadata(facts: CardFacts) -> str:
 
     results = last_results(facts.log_history)
     arguments = [*facts.dataset_args, *[None] * len(facts.dataset_tags)]
-    found = [
+    entries = [
         EvalResult(
             task_type=task,
             task_name=task.replace("-", " ").title(),
@@ -117,8 +117,8 @@ def metadata(facts: CardFacts) -> str:
         base_model=facts.base_model,
         datasets=list(facts.dataset_tags) or None,
         metrics=[known for known in _METRICS_OF_HUB if any(name.startswith(known) for name in results)] or None,
-        model_name=facts.model_name if found else None,
-        eval_results=found or None,
+        model_name=facts.model_name if entries else None,
+        eval_results=entries or None,
     )
     return str(data.to_yaml()).strip()
 
@@ -126,9 +126,9 @@ def metadata(facts: CardFacts) -> str:
 def last_results(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Finite metrics of the last evaluation, without the prefix ``eval_`` and without run times."""
     for entry in reversed(log_history):
-        found = _metrics(entry)
-        if found:
-            return {name: value for name, value in found.items() if math.isfinite(value)}
+        metrics = _metrics(entry)
+        if metrics:
+            return {name: value for name, value in metrics.items() if math.isfinite(value)}
     return {}
 
 
@@ -138,12 +138,12 @@ def results_table(log_history: Sequence[Mapping[str, Any]]) -> str:
     loss: Any = None
     for entry in log_history:
         loss = entry.get("loss", entry.get("distillation_loss", loss))
-        found = _metrics(entry)
-        if found:
+        metrics = _metrics(entry)
+        if metrics:
             row = rows.setdefault(entry.get("step"), {})
             row["Training loss"] = "no log" if loss is None else _shown(loss)
             row["Epoch"], row["Step"] = _shown(entry.get("epoch")), _shown(entry.get("step"))
-            row.update({_title(name, validation=True): _shown(value) for name, value in found.items()})
+            row.update({_title(name, validation=True): _shown(value) for name, value in metrics.items()})
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     if not columns:
         return ""

@@ -58,11 +58,11 @@ def resolve_model_class(config: Any, auto_class: Any, where: str, trust_remote_c
 def _class_by_name(name: str, where: str) -> Any:
     import transformers
 
-    found = getattr(transformers, name, None)
-    if found is None:
+    cls = getattr(transformers, name, None)
+    if cls is None:
         known = [known for known in dir(transformers) if known.startswith("AutoModel")]
         raise ConfigError(f"{where}: auto_class={name!r} is not in transformers.{did_you_mean(name, known)}")
-    return found
+    return cls
 
 
 def _checked_class(requested: Any, config: Any, where: str, trust_remote_code: bool) -> Any:

@@ -41,10 +41,10 @@ def model_directory(
     """
     path = user_path(name_or_path, f"The model {name_or_path!s}")
     if path.is_dir():
-        found = path / subfolder
-        if not found.is_dir():
+        directory = path / subfolder
+        if not directory.is_dir():
             raise ConfigError(f"{name_or_path!r} has no subfolder {subfolder!r}. Correct subfolder.")
-        return found
+        return directory
     if path.is_file():
         raise ConfigError(
             f"{name_or_path!r} is a file. Pass the directory that contains it and the model's config.json."

@@ -115,10 +115,10 @@ def _directory_of(name: str, revision: str | None) -> Path | None:
     except ImportError:
         return None
     try:
-        found = [try_to_load_from_cache(name, file, revision=revision) for file in FILES]
+        files = [try_to_load_from_cache(name, file, revision=revision) for file in FILES]
     except HFValidationError:  # a path that no longer exists
         return None
-    return next((Path(path).parent for path in found if isinstance(path, str)), None)
+    return next((Path(path).parent for path in files if isinstance(path, str)), None)
 
 
 class WeightCheck:

@@ -122,12 +122,12 @@ class FirstSteps:
 
     def _warn_of_rates(self) -> None:
         run, trained = self._run, sum(full_numel(one) for one in self._trainable.values())
-        found = [
+        parameters = [
             *rate_warnings(run.optimizer, saves_adapters(run.model), trained),
             *schedule_warnings(run.lr_scheduler, run.plan.max_steps),
         ]
         if run.events.state.global_step < STEPS:
-            for one in found:
+            for one in parameters:
                 logger.warning("%s", one)
 
     def begin(self, batches: Sequence[Any]) -> None:
@@ -204,11 +204,12 @@ class FirstSteps:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _compare_copies(self, when: str, buffers: bool) -> None:
-        found = different_copies(self._run.model, self._engine.groups, buffers)
-        if found:
+        different = different_copies(self._run.model, self._engine.groups, buffers)
+        if different:
             model = self._run.model
             names = grouped(
-                [one.name for one in found], [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+                [one.name for one in different],
+                [name for name, _ in (*model.named_parameters(), *model.named_buffers())],
             )
             logger.warning(
                 "Ranks hold different copies of %s %s (rank %d not what rank 0 has), so they train different models. "
@@ -216,7 +217,7 @@ class FirstSteps:
                 "change weights on one rank only.",
                 in_words(names),
                 when,
-                found[0].rank,
+                different[0].rank,
             )
 
     def _report_detached(self, names: list[str], batch: Any, items: ItemCount) -> None:

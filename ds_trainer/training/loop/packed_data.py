@@ -102,5 +102,5 @@ def running_log(loader: Any) -> dict[str, float]:
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, PackedStream):
         return {}
-    found = dataset.summary.metrics()
-    return {name: found[name] for name in ("packing_padding", "packing_samples_per_row")}
+    metrics = dataset.summary.metrics()
+    return {name: metrics[name] for name in ("packing_padding", "packing_samples_per_row")}

@@ -169,9 +169,9 @@ class _SumOverChunks(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_bias, of_hidden, of_weights = ctx.gradients
         ctx.gradients = None
-        found = [of_bias, *(gradient for pair in zip(of_hidden, of_weights, strict=True) for gradient in pair)]
+        gradients = [of_bias, *(gradient for pair in zip(of_hidden, of_weights, strict=True) for gradient in pair)]
         return (
             None,
             None,
-            *(None if gradient is None else gradient.mul_(factor.to(gradient.dtype)) for gradient in found),
+            *(None if gradient is None else gradient.mul_(factor.to(gradient.dtype)) for gradient in gradients),
         )

@@ -67,9 +67,11 @@ def _device_problem(device_type: str) -> str | None:
         return f"this run is on the {device_type}"
     if not torch.cuda.is_available():
         return None  # another machine runs it
-    found = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability()
     return (
-        None if found >= _CAPABILITY else f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}"
+        None
+        if capability >= _CAPABILITY
+        else f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
     )
 
 

@@ -95,8 +95,8 @@ def enable_gradient_checkpointing(
 
 def takes_every_n_layers(model: nn.Module) -> bool:
     """Whether some of the layers of ``model`` can be checkpointed, as transformers' can since 5.23."""
-    found = _method(model)
-    return found is not None and bool(accepted_arguments(found[0], {"every_n_layers"}))
+    method = _method(model)
+    return method is not None and bool(accepted_arguments(method[0], {"every_n_layers"}))
 
 
 def _method(model: nn.Module) -> Any:

@@ -26,10 +26,10 @@ def quantized_problems(
         tensor_parallel: tensor-parallel size.
         trained: whether the model will be trained, not only evaluated.
     """
-    found = quantized_parameters(model)
-    if not found:
+    quantized = quantized_parameters(model)
+    if not quantized:
         return []
-    name, first = next(iter(found.items()))
+    name, first = next(iter(quantized.items()))
     what = f"{type(model).__name__} has {quantized_bits(first)}-bit weights of bitsandbytes ({name})"
     problems = []
     if compiled.zero_stage == 3:
@@ -48,14 +48,14 @@ def quantized_problems(
             f"{what}, which cannot be trained, and no trainable adapters. Pass peft_config=peft.LoraConfig(...) to the "
             "Trainer, or a model from peft.get_peft_model."
         )
-    if trained and any(is_packed_for_inference(parameter) for parameter in found.values()):
+    if trained and any(is_packed_for_inference(parameter) for parameter in quantized.values()):
         problems.append(
             f"{what}, which a forward pass in evaluation mode has repacked for a CPU inference kernel without "
             "gradients. Load the model again, and evaluate it with the Trainer."
         )
-    problems += _cast(what, found, compiled.precision.dtype, "")
-    problems += _cast(what, found, half_precision_of(args), "_full_eval")
-    return problems + _elsewhere(what, found, str(args.device))
+    problems += _cast(what, quantized, compiled.precision.dtype, "")
+    problems += _cast(what, quantized, half_precision_of(args), "_full_eval")
+    return problems + _elsewhere(what, quantized, str(args.device))
 
 
 def _cast(what: str, found: dict[str, Any], half: str | None, where: str) -> list[str]:

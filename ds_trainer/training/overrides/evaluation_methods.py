@@ -94,9 +94,9 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
             output = self.evaluation_loop(
                 loader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
             )
-            found = _with_speed(self, output, metric_key_prefix, start)
-            self._ds_trainer.events.notify("on_predict", found)
-            return PredictionOutput(output.predictions, output.label_ids, {**found, **stage.end()})
+            metrics = _with_speed(self, output, metric_key_prefix, start)
+            self._ds_trainer.events.notify("on_predict", metrics)
+            return PredictionOutput(output.predictions, output.label_ids, {**metrics, **stage.end()})
 
     @fails_together
     def evaluation_loop(

@@ -61,9 +61,9 @@ class RunEstimate:
     def memory(self) -> MemoryEstimate:
         """Memory of a rank: the least that it can be, if activations are not known."""
         run = replace(self.candidate, length=1) if self.unknown else self.candidate
-        found = estimate_memory(self.model, run, None if self.devices is None else self.devices.cluster)
+        estimate = estimate_memory(self.model, run, None if self.devices is None else self.devices.cluster)
         factor = None if self.calibration is None else self.calibration.memory
-        return found if factor is None or self.unknown else replace(found, factor=factor)
+        return estimate if factor is None or self.unknown else replace(estimate, factor=factor)
 
     @property
     def time(self) -> StepTime | None:
@@ -98,11 +98,11 @@ class RunEstimate:
 
     def in_one_pass(self) -> RunEstimate:
         """With a chunked loss in one pass, if there is room for that; the memory of a CPU's ranks is not counted."""
-        found = replace(self, candidate=replace(self.candidate, one_pass=self.candidate.chunked_loss))
+        estimate = replace(self, candidate=replace(self.candidate, one_pass=self.candidate.chunked_loss))
         if self.devices is None or (self.unknown and self.devices.is_gpu):
             return self
         is_gpu, room = self.devices.is_gpu, self.devices.cluster.board.memory * 1e9 * (1 - self.margin)
-        return found if not is_gpu or found.memory.device <= room else self
+        return estimate if not is_gpu or estimate.memory.device <= room else self
 
     @property
     def margin(self) -> float:
@@ -209,10 +209,10 @@ class RunEstimator:
 
     def at_best(self) -> tuple[Mapping[str, float] | None, Callable[[float], str] | None]:
         """For a profile: seconds of the parts of the fastest step, what to say of a measured one; None if unknown."""
-        found = self.estimate
-        if found is None or found.devices is None or found.time is None:
+        estimate = self.estimate
+        if estimate is None or estimate.devices is None or estimate.time is None:
             return None, None
-        return found.time.best, partial(standing, found.model, found.candidate, found.devices.cluster)
+        return estimate.time.best, partial(standing, estimate.model, estimate.candidate, estimate.devices.cluster)
 
     def release(self) -> None:
         """Drop the reference to the model."""
@@ -235,33 +235,33 @@ class RunEstimator:
             peak = float(distributed.largest(torch.tensor(float(peak_memory), dtype=torch.float64)))
         if self.estimate is None:
             return {}
-        time, found = self.estimate.time, {}
+        time, metrics = self.estimate.time, {}
         if time is not None:
-            found["predicted_step_seconds"] = round(time.seconds, 6)
+            metrics["predicted_step_seconds"] = round(time.seconds, 6)
             if step_seconds is not None:
-                found["measured_step_seconds"] = round(step_seconds, 6)
-                found["step_seconds_error"] = round(step_seconds / time.seconds - 1, 4)
+                metrics["measured_step_seconds"] = round(step_seconds, 6)
+                metrics["step_seconds_error"] = round(step_seconds / time.seconds - 1, 4)
         if peak is not None:
             predicted = self.estimate.memory.tensors
-            found["measured_peak_memory_bytes"] = peak
+            metrics["measured_peak_memory_bytes"] = peak
             if not self.estimate.unknown:
-                found["predicted_peak_memory_bytes"] = predicted
-                found["peak_memory_error"] = round(peak / predicted - 1, 4)
-        self._metrics = found
+                metrics["predicted_peak_memory_bytes"] = predicted
+                metrics["peak_memory_error"] = round(peak / predicted - 1, 4)
+        self._metrics = metrics
         if self._records and distributed.rank() == 0:
-            self._record(self.estimate, found)
-        return found
+            self._record(self.estimate, metrics)
+        return metrics
 
-    def _record(self, estimate: RunEstimate, found: dict[str, float]) -> None:
+    def _record(self, estimate: RunEstimate, metrics: dict[str, float]) -> None:
         """Keep the ratios of the run, uncorrected, for later predictions."""
-        if "step_seconds_error" not in found or estimate.devices is None:
+        if "step_seconds_error" not in metrics or estimate.devices is None:
             logger.warning(
                 "calibrate_planner=True: nothing was kept, as no step time is predicted here (on CPUs none is)."
             )
             return
         before = estimate.calibration or Calibration(1.0)
-        time = before.step_seconds * found["measured_step_seconds"] / found["predicted_step_seconds"]
-        memory = found.get("peak_memory_error")
+        time = before.step_seconds * metrics["measured_step_seconds"] / metrics["predicted_step_seconds"]
+        memory = metrics.get("peak_memory_error")
         memory = None if memory is None else (before.memory or 1.0) * (1 + memory)
         try:
             record_run(estimate.devices.cluster.device, estimate.model.family, time, memory)
@@ -270,13 +270,13 @@ class RunEstimator:
 
     def comparison(self) -> str | None:
         """The measured values beside the predicted ones, in one line; None if nothing can be compared."""
-        found, parts = self._metrics, []
-        if "step_seconds_error" in found:
-            step, predicted = (seconds(found[f"{name}_step_seconds"]) for name in ("measured", "predicted"))
-            parts.append(f"a step took {step} (predicted: {predicted}, error {found['step_seconds_error']:+.0%})")
-        if "peak_memory_error" in found:
-            peak, predicted = (human_bytes(found[f"{name}_peak_memory_bytes"]) for name in ("measured", "predicted"))
-            parts.append(f"tensors took {peak} (predicted: {predicted}, error {found['peak_memory_error']:+.0%})")
+        metrics, parts = self._metrics, []
+        if "step_seconds_error" in metrics:
+            step, predicted = (seconds(metrics[f"{name}_step_seconds"]) for name in ("measured", "predicted"))
+            parts.append(f"a step took {step} (predicted: {predicted}, error {metrics['step_seconds_error']:+.0%})")
+        if "peak_memory_error" in metrics:
+            peak, predicted = (human_bytes(metrics[f"{name}_peak_memory_bytes"]) for name in ("measured", "predicted"))
+            parts.append(f"tensors took {peak} (predicted: {predicted}, error {metrics['peak_memory_error']:+.0%})")
         return "; ".join(parts) or None
 
     def print_comparison(self, is_main_process: bool) -> None:

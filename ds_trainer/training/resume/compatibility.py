@@ -106,16 +106,16 @@ def compatibility_of(
         user_schedule: whether the user passed the schedule, so that the arguments do not describe it.
         user_optimizer: the class of the optimizer that the user passed; None if the arguments describe it.
     """
-    found = {name: plain(getattr(args, name)) for name in _PLAIN if hasattr(args, name)}
+    values = {name: plain(getattr(args, name)) for name in _PLAIN if hasattr(args, name)}
     if str(args.grad_accum_dtype) != "auto":
-        found["grad_accum_dtype"] = str(args.grad_accum_dtype)
+        values["grad_accum_dtype"] = str(args.grad_accum_dtype)
     if args.replica_specific_rng:
-        found["replica_specific_rng"] = True
+        values["replica_specific_rng"] = True
     if args.stream_shards is not None:
-        found["stream_shards"] = args.stream_shards
-    found["lr_scheduler_kwargs"] = plain(as_mapping(args.lr_scheduler_kwargs)) or {}
-    found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
-    found["global_batch"] = batch_plan.global_batch_size
+        values["stream_shards"] = args.stream_shards
+    values["lr_scheduler_kwargs"] = plain(as_mapping(args.lr_scheduler_kwargs)) or {}
+    values["data_seed"] = args.seed if args.data_seed is None else args.data_seed
+    values["global_batch"] = batch_plan.global_batch_size
     of_file = config.user_values()
     if "scheduler" in config:
         total = "scheduler.params.total_num_steps"
@@ -124,16 +124,16 @@ def compatibility_of(
         by_length = not user_schedule and (
             str(args.lr_scheduler_type) in map(str, _BY_LENGTH) or 0 < args.warmup_steps < 1
         )
-    found["max_steps"] = max_steps if by_length else None
+    values["max_steps"] = max_steps if by_length else None
     samples = None if train_dataset is None else length_of(train_dataset)
-    found["train_dataset"] = None if samples is None else batch_plan.samples_used(samples)
-    found["optimizer"] = None if user_optimizer is None else user_optimizer.__name__
+    values["train_dataset"] = None if samples is None else batch_plan.samples_used(samples)
+    values["optimizer"] = None if user_optimizer is None else user_optimizer.__name__
     if args.train_sampling_strategy == SamplingStrategy.GROUP_BY_LENGTH:
-        found["length_column_name"] = args.length_column_name
+        values["length_column_name"] = args.length_column_name
     for path, value in of_file.items():
         if path.partition(".")[0] in _ENGINE:
-            found[f"deepspeed.{path}"] = value
-    return dict(json.loads(json.dumps(found, default=str)))
+            values[f"deepspeed.{path}"] = value
+    return dict(json.loads(json.dumps(values, default=str)))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _sweep(
     reporter = None if reports else WandbCallback()
     if reporter is not None:  # the tracker logs the metric of the sweep
         trainer.callback_handler.add_callback(reporter)
-    found: list[BestRun] = []
+    runs: list[BestRun] = []
     failures: list[str] = []
 
     def objective() -> None:
@@ -183,7 +183,7 @@ def _sweep(
             failures.append(f"{type(outcome.error).__name__}: {outcome.error}")
             raise outcome.error  # the agent marks the run as failed
         run.summary["objective"] = outcome.objective
-        found.append(BestRun(str(run.id), outcome.objective, values))
+        runs.append(BestRun(str(run.id), outcome.objective, values))
 
     try:
         if sweep_id is None:
@@ -196,10 +196,10 @@ def _sweep(
             trainer.callback_handler.remove_callback(reporter)
     if coordinator.fatal_error is not None:
         raise coordinator.fatal_error
-    if not found:
+    if not runs:
         last = f" Last error: {failures[-1]}" if failures else ""
         raise RuntimeError(f"No trial of the sweep {sweep_id} completed; {len(failures)} failed.{last}")
-    best = (min if direction == "minimize" else max)(found, key=lambda run: run.objective)
+    best = (min if direction == "minimize" else max)(runs, key=lambda run: run.objective)
     return best._replace(run_summary=sweep_id)
 
 

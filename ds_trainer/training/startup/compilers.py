@@ -51,17 +51,17 @@ def check_compilers(args: TrainingArguments, model: nn.Module, config: CompiledC
     muon = config.get("optimizer.type") == "Muon"
     if not (uses_tiles or liger or by_inductor or muon):
         return
-    found: list[str | None] = [None, None]
+    texts: list[str | None] = [None, None]
     if uses_tiles or liger:
-        found[0] = _kernels(args, model, config, layout, device)
+        texts[0] = _kernels(args, model, config, layout, device)
     if by_inductor or muon:
-        found[1] = inductor_problem(device)
-    failed = distributed.agree(torch.tensor([int(one is not None) for one in found]))
+        texts[1] = inductor_problem(device)
+    failed = distributed.agree(torch.tensor([int(one is not None) for one in texts]))
     if uses_tiles:
         set_kernel_problem(device, "not on every rank" if failed[0] else None)
     if not any(failed):
         return
-    reports = distributed.gather_objects((socket.gethostname(), found))
+    reports = distributed.gather_objects((socket.gethostname(), texts))
     kernels, inductor = (_where([(host, one[place]) for host, one in reports]) for place in (0, 1))
     refused = []
     if failed[1]:

@@ -173,9 +173,9 @@ def _reasons(model: nn.Module, layout: ParallelLayout) -> list[str]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    found = [config for inner in library_models(model) for config in library_configs(inner)]
+    configs = [config for inner in library_models(model) for config in library_configs(inner)]
     own = getattr(base_model(model), "config", None)
-    return found or ([] if own is None else [own])
+    return configs or ([] if own is None else [own])
 
 
 def _attention_of(model: nn.Module) -> str:

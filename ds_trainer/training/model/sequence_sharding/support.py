@@ -70,14 +70,14 @@ def library_configs(model: PreTrainedModel) -> list[Any]:
     from transformers import PreTrainedModel
 
     pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     while pending:
         config = pending.pop(0)
-        if id(config) not in found:
-            found[id(config)] = config
+        if id(config) not in configs:
+            configs[id(config)] = config
             parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
             pending += [part for part in parts if part is not None]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
