@@ -23,20 +23,25 @@ def test_profile_sets_the_argument(steps: str, capsys: pytest.CaptureFixture[str
     assert not (tmp_path / "out").exists()
 
 
-def test_profile_keeps_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("A run that says where its time goes. " * 300)
+def run_small(folder: Path, *words: str) -> None:
+    """A command with a recipe of one small layer, in a rank whose environment is its own."""
+    (folder / "text.txt").write_text("A run that says where its time goes. " * 300)
     values = {
-        "data.train": f"[{tmp_path}/*.txt]",
+        "data.train": f"[{folder}/*.txt]",
         "data.held_out_every": "0",
         "data.sequence_length": "32",
         "model.architecture.hidden_size": "16",
         "model.architecture.intermediate_size": "32",
         "model.architecture.num_hidden_layers": "1",
-        "arguments.output_dir": str(tmp_path / "out"),
+        "arguments.output_dir": str(folder / "out"),
         "arguments.self_test": "never",
     }
-    options = ["profile", RECIPE, "--steps", "2", *(f"--{key}={value}" for key, value in values.items())]
-    assert pool(1).run(partial(main_with_cache, options, str(tmp_path / "cache"))) == [0]
+    options = [*words, *(f"--{key}={value}" for key, value in values.items())]
+    assert pool(1).run(partial(main_with_cache, options, str(folder / "cache"))) == [0]
+
+
+def test_profile_keeps_nothing_else(tmp_path: Path) -> None:
+    run_small(tmp_path, "profile", RECIPE, "--steps", "2")
     assert not (tmp_path / "out").exists()
     directory = tmp_path / "out-profile"
     page = (directory / "profile" / "profile.md").read_text()
@@ -45,27 +50,12 @@ def test_profile_keeps_nothing_else(tmp_path: Path) -> None:
 
 
 def main_with_cache(options: list[str], cache: str) -> int:
-    """The command in a rank, whose environment is its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", cache)
         return main(options)
 
 
 def test_calibrate_keeps_nothing_on_cpus(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("A run that the planner learns from. " * 200)
-    values = {
-        "data.train": f"[{tmp_path}/*.txt]",
-        "data.held_out_every": "0",
-        "data.sequence_length": "32",
-        "model.architecture.hidden_size": "16",
-        "model.architecture.intermediate_size": "32",
-        "model.architecture.num_hidden_layers": "1",
-        "report.sample_tokens": "0",
-        "arguments.output_dir": str(tmp_path / "out"),
-        "arguments.max_steps": "8",
-        "arguments.eval_strategy": "no",
-        "arguments.self_test": "never",
-    }
-    options = ["train", RECIPE, "--calibrate", *(f"--{key}={value}" for key, value in values.items())]
-    assert pool(1).run(partial(main_with_cache, options, str(tmp_path / "cache"))) == [0]
+    more = ("--report.sample_tokens=0", "--arguments.max_steps=8", "--arguments.eval_strategy=no")
+    run_small(tmp_path, "train", RECIPE, "--calibrate", *more)
     assert not (tmp_path / "cache" / "ds_trainer" / "calibration.json").exists()

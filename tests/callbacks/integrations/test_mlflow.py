@@ -14,9 +14,7 @@ import pytest
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.callbacks.integrations.mlflow import MLflowCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
-from ds_trainer.utils.errors import ConfigError
 from tests.callbacks.integrations.support import TOKEN, TrainingResult, TransformersCallback, files_below, train
-from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 
 pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
@@ -180,20 +178,3 @@ def test_a_run_that_is_active_already_is_used_and_not_ended(tmp_path: Path) -> N
     assert active_run == used and still_active
     store = Store(f"file://{tmp_path}/store")
     assert store.values(store.runs()[0], "loss _sum_") == [(0, 1.0)]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("MLFLOW_TAGS", "team=vision", "must be a JSON object"),
-        ("MLFLOW_MAX_LOG_PARAMS", "few", "must be a whole number of parameters"),
-        ("DISABLE_MLFLOW_INTEGRATION", "TRUE", "DISABLE_MLFLOW_INTEGRATION=TRUE"),
-    ],
-)
-def test_invalid_settings_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    args = TrainingArguments(str(tmp_path), report_to="mlflow", use_cpu=True)
-    with pytest.raises(ConfigError, match=message):
-        Trainer(Regression(), args, train_dataset=regression_rows(8))

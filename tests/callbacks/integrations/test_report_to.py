@@ -169,3 +169,30 @@ def test_secrets_at_any_depth() -> None:
         "pad_token_id": 0,
         "b": {"PASSWORD": "<PASSWORD>"},
     }
+
+
+@pytest.mark.parametrize(
+    ("tracker", "variable", "value", "message"),
+    [
+        ("mlflow", "MLFLOW_TAGS", "team=vision", "must be a JSON object"),
+        ("mlflow", "MLFLOW_MAX_LOG_PARAMS", "few", "must be a whole number of parameters"),
+        ("mlflow", "DISABLE_MLFLOW_INTEGRATION", "TRUE", "DISABLE_MLFLOW_INTEGRATION=TRUE"),
+        (
+            "wandb",
+            "WANDB_LOG_MODEL",
+            "end",
+            "WANDB_LOG_MODEL=end uploads checkpoints, but save_strategy=no writes none",
+        ),
+        ("wandb", "WANDB_LOG_MODEL", "sometimes", "use one of checkpoint, end, false"),
+        ("wandb", "WANDB_WATCH", "everything", "use one of gradients, parameters, all, false"),
+    ],
+)
+def test_invalid_settings_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, variable: str, value: str, message: str
+) -> None:
+    pytest.importorskip(tracker)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # without it a key is wanted first
+    args = TrainingArguments(str(tmp_path), report_to=tracker, save_strategy="no", use_cpu=True)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(Regression(), args, train_dataset=regression_rows(8))

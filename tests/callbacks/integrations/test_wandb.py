@@ -11,7 +11,6 @@ import pytest
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.callbacks.integrations.wandb import WandbCallback
 from ds_trainer.callbacks.state import TrainerControl, TrainerState
-from ds_trainer.utils.errors import ConfigError
 from tests.callbacks.integrations.support import (
     TOKEN,
     TrainingResult,
@@ -21,7 +20,6 @@ from tests.callbacks.integrations.support import (
     train,
 )
 from tests.callbacks.integrations.wandb_file import OfflineRun, offline_runs
-from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 
 
@@ -151,21 +149,3 @@ def two_trials(directory: Path) -> None:
 def test_each_trial_is_a_run_of_one_group(tmp_path: Path) -> None:
     pool(1).run(two_trials, tmp_path)
     assert [(run.name, run.group) for run in offline_runs(tmp_path)] == [("first", "search"), ("second", "search")]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("WANDB_LOG_MODEL", "end", "WANDB_LOG_MODEL=end uploads checkpoints, but save_strategy=no writes none"),
-        ("WANDB_LOG_MODEL", "sometimes", "use one of checkpoint, end, false"),
-        ("WANDB_WATCH", "everything", "use one of gradients, parameters, all, false"),
-    ],
-)
-def test_invalid_settings_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    monkeypatch.setenv("WANDB_MODE", "offline")  # without it a key is wanted first
-    args = TrainingArguments(str(tmp_path), report_to="wandb", save_strategy="no", use_cpu=True)
-    with pytest.raises(ConfigError, match=message):
-        Trainer(Regression(), args, train_dataset=regression_rows(8))
