@@ -163,7 +163,7 @@ class Collectives(ProcessControl):
         if self.process_index not in replica_leaders:
             tensor = _leaves(torch.zeros_like, tensor)
         total = _operations().reduce(tensor, "sum")
-        return _leaves(lambda found: found / len(replica_leaders), total) if reduction == "mean" else total
+        return _leaves(lambda part: part / len(replica_leaders), total) if reduction == "mean" else total
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along ``dim`` to the largest size that it has on any rank.

@@ -62,8 +62,8 @@ def read_overrides(texts: Sequence[str], cls: Any) -> dict[str, Any]:
         probe = cls()  # the defaults are valid, so what is found is about a value of --set
     vars(probe).update(deepcopy(values))
     # Problems of a combination depend on what the script sets.
-    found = list(type_problems(probe)) or list(unsupported_problems(probe)) or value_problems(probe)
-    problems += [f"--set {problem}" for problem in found]
+    wrong = list(type_problems(probe)) or list(unsupported_problems(probe)) or value_problems(probe)
+    problems += [f"--set {problem}" for problem in wrong]
     if problems:
         raise ConfigError(problems)
     return values

@@ -218,7 +218,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         sources = sources_of(self._actions, namespace)
         fields = {name for cls in self.dataclass_types for name in self._accepted(cls)}
         wrong = wrong_values(namespace)
-        problems = [f"{sources[name]}: {problem}" for name, found in wrong.items() for problem in found]
+        problems = [f"{sources[name]}: {problem}" for name, texts in wrong.items() for problem in texts]
         given = {
             name: value
             for name, value in vars(namespace).items()
@@ -229,9 +229,9 @@ class HfArgumentParser(argparse.ArgumentParser):
                 f"{COMMAND_LINE}: {' '.join(remaining)} belongs to no argument."
             ]
         reported = {re.split(r"\W+", problem.partition("--")[2])[0] for problem in problems}
-        found, rest = self._build(given, sources, problems, reported)
+        texts, rest = self._build(given, sources, problems, reported)
         extra = (argparse.Namespace(**rest),) if rest else ()
-        return (*found, *extra, remaining) if return_remaining_strings else (*found, *extra)
+        return (*texts, *extra, remaining) if return_remaining_strings else (*texts, *extra)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse: the namespace has all fields, at their defaults if they are not given.

@@ -158,12 +158,12 @@ def _user_settings(args: TrainingArguments, problems: Problems) -> Located | Non
     if args.deepspeed is None:
         return Located({}, "deepspeed")
     try:
-        root, found = read_user_config(args.deepspeed)
+        root, of_file = read_user_config(args.deepspeed)
     except ConfigError as error:
         source = args.where("deepspeed")
         problems.extend(p if source == "argument" else f"{source}: {p}" for p in error.problems)
         return None
-    problems.extend(found)
+    problems.extend(of_file)
     return _with_sources(root, "deepspeed", args.origins)
 
 

@@ -96,10 +96,10 @@ class _CountedBackend:
         self._completion = completion
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
+        attribute = getattr(self._real, name)
         if name not in COLLECTIVES:
-            return found
-        return lambda *args, **kwargs: self._completion.call(name, found, args, kwargs)
+            return attribute
+        return lambda *args, **kwargs: self._completion.call(name, attribute, args, kwargs)
 
 
 def _forget_gradients(engine: TrainingEngine) -> None:

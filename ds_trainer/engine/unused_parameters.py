@@ -116,12 +116,12 @@ class UnusedParameters:
         """Indices of the parameters that some rank has seen a gradient of."""
         from deepspeed import comm
 
-        found = seen.elsewhere
-        if found is None:
+        times_used = seen.elsewhere
+        if times_used is None:
             votes = self._votes if self._norm is None else self._norm.votes
             if votes is None or round(float(votes)) < distributed.group_size(self._group):
                 return unseen  # a rank has seen all
-            found = torch.tensor([index not in unseen for index in range(len(seen.parameters))], dtype=torch.int32)
-            found = found.to(self._device)
-            comm.all_reduce(found, op=comm.ReduceOp.MAX, group=self._group)
-        return {index for index, times in enumerate(found.tolist()) if times > 0}
+            times_used = torch.tensor([index not in unseen for index in range(len(seen.parameters))], dtype=torch.int32)
+            times_used = times_used.to(self._device)
+            comm.all_reduce(times_used, op=comm.ReduceOp.MAX, group=self._group)
+        return {index for index, times in enumerate(times_used.tolist()) if times > 0}

@@ -175,11 +175,11 @@ def different_copies(model: nn.Module, groups: ParallelGroups, buffers: bool) ->
     return list(_with_ranks([name for (name, _), one in zip(named, differs, strict=True) if one], own.cpu(), differs))
 
 
-def _with_ranks(names: Sequence[str], own: torch.Tensor, found: Sequence[bool]) -> Iterable[WeightDifference]:
+def _with_ranks(names: Sequence[str], own: torch.Tensor, differs: Sequence[bool]) -> Iterable[WeightDifference]:
     """Each of the different tensors with the first rank whose copy is another than that of rank 0. Collective."""
     if not names:
         return
-    values = distributed.gather_numbers(own[torch.tensor(found)])
+    values = distributed.gather_numbers(own[torch.tensor(differs)])
     for column, name in enumerate(names):
         others = ((values[:, column] - values[0, column]).abs() > _SAME * values[0, column].abs()).nonzero()
         yield WeightDifference(name, int(others[0]) if len(others) else 0)

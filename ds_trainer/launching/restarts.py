@@ -64,20 +64,20 @@ class Decision:
     exclude: tuple[str, ...] = ()
 
 
-def job_code(launcher_code: int, found: Mapping[int, RankOutcome], expected: int) -> tuple[int, RankOutcome | None]:
+def job_code(launcher_code: int, outcomes: Mapping[int, RankOutcome], expected: int) -> tuple[int, RankOutcome | None]:
     """The exit code of a job, and the outcome that it has it from.
 
     Args:
         launcher_code: how the launcher ended (negative: killed by that signal).
-        found: outcomes by rank. The job succeeded only if every rank did.
+        outcomes: by rank. The job succeeded only if every rank did.
         expected: number of ranks.
     """
-    failed = [one for one in found.values() if one.code != DONE]
+    failed = [one for one in outcomes.values() if one.code != DONE]
     if failed:  # those that a launcher ended for another rank come last
         cause = min(failed, key=lambda one: (exit_codes.precedence(one.code), one.code == TERMINATED, one.time))
         return cause.code, cause
     code = launcher_code if launcher_code >= 0 else 128 - launcher_code
-    return (FAILED if code == DONE and len(found) < expected else code), None
+    return (FAILED if code == DONE and len(outcomes) < expected else code), None
 
 
 def job_end(directory: Path, launcher_code: int, found: Mapping[int, RankOutcome], expected: int) -> AttemptEnd:

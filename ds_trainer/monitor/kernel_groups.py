@@ -99,20 +99,20 @@ def group_seconds(
     return {group: value / 1e6 / steps for group, value in seconds.items()}
 
 
-def table(found: Mapping[str, float], best: Mapping[str, float] | None) -> list[str]:
+def table(seconds: Mapping[str, float], best: Mapping[str, float] | None) -> list[str]:
     """The groups as a table in Markdown; with ``best``, the parts of the planner's fastest step, what lacks most."""
-    whole = sum(value for group, value in found.items() if group != HIDDEN) or 1.0
+    whole = sum(value for group, value in seconds.items() if group != HIDDEN) or 1.0
     at_best = dict.fromkeys(GROUPS, 0.0)
     for part, value in (best or {}).items():
         at_best[_PLANNED.get(part, IDLE)] += value
     lines = ["| group | ms | share |" + " at best, ms |" * bool(best), "|---|---:|---:|" + "---:|" * bool(best)]
-    for group, value in found.items():
+    for group, value in seconds.items():
         share = "" if group == HIDDEN else f"{100 * value / whole:.1f} %"
         reached = f" {1e3 * at_best[group]:.2f} |" if group not in (HIDDEN, NORMS, LOSS) else " |"
         lines.append(f"| {group} | {1e3 * value:.2f} | {share} |" + reached * bool(best))
     if best:
-        gaps = {group: found[group] - at_best[group] for group in _SETTINGS}
-        gaps[OTHERS] = found[OTHERS] + found[NORMS] + found[LOSS] - at_best[OTHERS]
+        gaps = {group: seconds[group] - at_best[group] for group in _SETTINGS}
+        gaps[OTHERS] = seconds[OTHERS] + seconds[NORMS] + seconds[LOSS] - at_best[OTHERS]
         largest = max(gaps, key=lambda group: gaps[group])
         text = "*At best* is what the planner counts for this model if kernels are as fast as they get; that of "
         lines += ["", f"{text}element-wise kernels includes norms, softmax and loss."]

@@ -198,9 +198,9 @@ class Cluster:
         Raises:
             ConfigError: the device is unknown.
         """
-        found = (more or {}).get(device.lower())
-        if found is not None:
-            return cls(device, found[0], found[1], nodes, devices_per_node)
+        entry = (more or {}).get(device.lower())
+        if entry is not None:
+            return cls(device, entry[0], entry[1], nodes, devices_per_node)
         size = re.search(r"(?:^|[-_ ])(\d+) ?GB\b", device, re.IGNORECASE)
         words = device if size is None else device.replace(size[0], " ")
         peaks = find_device(words) or find_device(f"{words} sxm2")

@@ -138,10 +138,10 @@ def _nothing_fits(result: SearchResult) -> Iterator[str]:
     if not result.rejected:
         return
     nearest = result.rejected[0]
-    found = cheapest_changes(nearest)
-    if found:
+    plans = cheapest_changes(nearest)
+    if plans:
         yield ""
         yield "The first of them would fit with"
-        yield from changes(found, nearest)
+        yield from changes(plans, nearest)
     yield ""
     yield from memory_bars(nearest)

@@ -238,10 +238,12 @@ class PlannedModel:
             number_format: see :meth:`activations`.
             stack: see :meth:`activations`.
         """
-        found, probe = self.activations(attention, number_format, stack)[0].bytes_per_token(sizes), self.probe
+        sizes_of_layer, probe = self.activations(attention, number_format, stack)[0].bytes_per_token(sizes), self.probe
         if probe is None or (probe.attention, probe.number_format) != (attention, number_format):
-            return found
-        return probe.corrected(found, self._probed_layer(attention, number_format, sizes["length"]), sizes["length"])
+            return sizes_of_layer
+        return probe.corrected(
+            sizes_of_layer, self._probed_layer(attention, number_format, sizes["length"]), sizes["length"]
+        )
 
     def _probed_layer(self, attention: str, number_format: str, length: float) -> float:
         """Bytes per token that a whole layer keeps, as the formulas say."""

@@ -235,13 +235,13 @@ def candidates(
     as_given = {name: value for name, value in goal.fixed if name in _AS_GIVEN}
     for tp, cp, sp in _sizes(cluster, fixed):
         layout = ParallelLayout(cluster.world_size, tp=tp, cp=cp, sp=sp)
-        found = layout_conflicts(shape, layout)
+        of_layout = layout_conflicts(shape, layout)
         if model.stack.kv_heads < tp:
-            found.append(f"{model.stack.kv_heads} key heads are fewer than {tp} tensor-parallel ranks")
+            of_layout.append(f"{model.stack.kv_heads} key heads are fewer than {tp} tensor-parallel ranks")
         if goal.length % layout.length_multiple and cp * sp > 1:
-            found.append(f"{goal.length} tokens are no multiple of {layout.length_multiple}")
-        if found:
-            conflicts += found
+            of_layout.append(f"{goal.length} tokens are no multiple of {layout.length_multiple}")
+        if of_layout:
+            conflicts += of_layout
             continue
         for sequences, accumulation in _batches(layout.dp, goal.global_batch, fixed.get("micro_batch")):
             for stage, offload in _states(cluster, tp, precision, tiers, bool(fixed.get("param_on_nvme"))):

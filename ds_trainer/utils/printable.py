@@ -18,7 +18,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 def printable(text: str) -> str:
     r"""``text`` with escapes (``\\x1b``) in place of control characters other than tabs and line feeds."""
-    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+    return _CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
 
 
 def shown(text: str) -> str:

@@ -227,11 +227,11 @@ def redacted(text: str) -> str:
     if "://" in text:
         text = _URL_CREDENTIALS.sub(_HIDDEN, text)
     text = _SCHEME.sub(rf"\1 {_HIDDEN}", _URL_VALUE.sub(rf"\1={_HIDDEN}", text))
-    text = _PLACES.sub(lambda found: f"{found[found.lastindex or 0]}{_HIDDEN}", text)
+    text = _PLACES.sub(lambda match: f"{match[match.lastindex or 0]}{_HIDDEN}", text)
     text = _NAME_AND_VALUE.sub(
-        lambda found: f'{found[1]}{found[2]}{found[3]}"{_HIDDEN}"' if is_secret(found[2]) else found.group(), text
+        lambda match: f'{match[1]}{match[2]}{match[3]}"{_HIDDEN}"' if is_secret(match[2]) else match.group(), text
     )
-    text = _ELEMENT.sub(lambda found: f"{found[1]}{_HIDDEN}" if is_secret(found[2]) else found.group(), text)
+    text = _ELEMENT.sub(lambda match: f"{match[1]}{_HIDDEN}" if is_secret(match[2]) else match.group(), text)
     text = _RANDOM.sub(_without_near, _without_options(_without_named(text)))
     text = _BASE64.sub(_without_encoded, text)
     return _PERCENT.sub(_without_encoded, text) if "%" in text else text
@@ -313,10 +313,10 @@ def _end_of_container(text: str, start: int) -> int | None:
     if text[start : start + 1] not in ("[", "{") or text[start + 1 : start + 2] in ("%", "{", "#"):
         return None
     depth = 0
-    for found in _BRACKET.finditer(text, start, start + _LONGEST_CONTAINER):
-        depth += 1 if found.group() in "[{" else -1
+    for match in _BRACKET.finditer(text, start, start + _LONGEST_CONTAINER):
+        depth += 1 if match.group() in "[{" else -1
         if depth == 0:
-            return found.end()
+            return match.end()
     return None
 
 

@@ -92,8 +92,8 @@ class Verification:
     def __str__(self) -> str:
         parts = [f"{self.verified:,} of {self.tensors:,} tensors", f"{len(self.missing):,} missing"]
         for name in ("different", "shape_mismatches", "not_compared", "new"):
-            if found := getattr(self, name):
-                parts.append(f"{len(found):,} {_LABELS[name]}")
+            if names := getattr(self, name):
+                parts.append(f"{len(names):,} {_LABELS[name]}")
         parts.append(f"{len(self.unexpected):,} unexpected")
         if self.masters is None:
             parts.append("master weights not compared")
@@ -143,8 +143,8 @@ _LABELS = {
 }
 
 
-def _count(found: Any, tensors: int) -> str:
-    return f"{len(found):,} of the model's {tensors:,} tensors {'is' if len(found) == 1 else 'are'}"
+def _count(names: Any, tensors: int) -> str:
+    return f"{len(names):,} of the model's {tensors:,} tensors {'is' if len(names) == 1 else 'are'}"
 
 
 def verify_weights(
@@ -262,7 +262,7 @@ def _compare(
     ]
     held = [part for part, at in zip(held, positions, strict=True) if len(at)]
     positions = [at for at in positions if len(at)]
-    for part, at, found in zip(held, positions, sample(held, positions), strict=True):
+    for part, at, elements in zip(held, positions, sample(held, positions), strict=True):
         number = number_of[id(part.tensor)]
         names = [name for name in part.tensor.names if expected.shapes.get(name) == part.tensor.shape]
         if not _comparable(part, names, expected):
@@ -270,7 +270,7 @@ def _compare(
             continue
         indices = whole_indices(part.slice, at)
         types = (part.memory.dtype, part.tensor.tensor.dtype, loaded_as)
-        if not any(_equal(found, expected.elements(name, indices), expected.dtype(name), types) for name in names):
+        if not any(_equal(elements, expected.elements(name, indices), expected.dtype(name), types) for name in names):
             votes[number] = _DIFFERENT + distributed.rank()
     return masters
 

@@ -183,7 +183,7 @@ def warn_of_empty_adapters(model: Any, written: Sequence[tuple[Path, Mapping[str
             if tensor.is_floating_point() and not tensor.is_meta:
                 part = key.partition(".lora_")[0] if ".lora_" in key else "others"
                 factors.setdefault(part, []).append(bool(tensor.any()))
-        if factors and not any(all(found) if part != "others" else any(found) for part, found in factors.items()):
+        if factors and not any(all(filled) if part != "others" else any(filled) for part, filled in factors.items()):
             logger.warning(
                 "The adapter in %s changes nothing: all of it, or one factor of each of its %d modules, is 0. It was "
                 "not trained: look at learning_rate, at the gradients of lora_B, and at what is frozen.",

@@ -26,14 +26,14 @@ def initializers(model: nn.Module) -> list[Initializer]:
     constructors of torch modules call it. Then, for a transformers model, ``_init_weights(module)`` for every module,
     children first; a nested model initializes its own modules.
     """
-    found = [
+    result = [
         Initializer(module, f"{type(module).__name__}.{reset.__name__}()", reset)
         for module in reversed(list(_parents_first(model, set())))
         if (reset := _reset_method(module)) is not None
     ]
     if any(initializes_modules(module) for module in model.modules()):
-        found += _by_model(model, None, set())
-    return found
+        result += _by_model(model, None, set())
+    return result
 
 
 def _parents_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

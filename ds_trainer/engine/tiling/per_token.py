@@ -55,18 +55,18 @@ def tile_modules(model: nn.Module, device: torch.device) -> Tiling:
         device: device of the verification.
     """
     remove_tiling(model)
-    found, verified, widths = Tiling(), _Verified(device), []
-    for name, module in _mlps(model, set(moe_blocks(model).values()), "", found, verified):
+    tiling, verified, widths = Tiling(), _Verified(device), []
+    for name, module in _mlps(model, set(moe_blocks(model).values()), "", tiling, verified):
         width = verified.width(module)
         TiledForward(module, rows=width)
-        found.mlps.append(name)
+        tiling.mlps.append(name)
         widths.append(width)
     elements = max(widths, default=0) ** 2
     for name, module in model.named_modules():
         if elements and _is_norm(module) and (width := verified.width(module)):
             TiledForward(module, rows=max(1, elements // width))
-            found.norms.append(name)
-    return found
+            tiling.norms.append(name)
+    return tiling
 
 
 def remove_tiling(model: nn.Module) -> None:
@@ -90,7 +90,7 @@ def looks_like_mlp(module: nn.Module) -> bool:
 
 
 def _mlps(
-    module: nn.Module, experts: set[nn.Module], prefix: str, found: Tiling, verified: _Verified
+    module: nn.Module, experts: set[nn.Module], prefix: str, tiling: Tiling, verified: _Verified
 ) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules below ``module`` that can be tiled."""
     for child_name, child in module.named_children():
@@ -98,15 +98,15 @@ def _mlps(
         if child in experts:
             continue
         if not looks_like_mlp(child):
-            yield from _mlps(child, experts, f"{name}.", found, verified)
+            yield from _mlps(child, experts, f"{name}.", tiling, verified)
             continue
         if verified.width(child):
             yield name, child
             continue
-        inner = list(_mlps(child, experts, f"{name}.", found, verified))
+        inner = list(_mlps(child, experts, f"{name}.", tiling, verified))
         # Whether `child` itself was verified, not another one of its kind.
         if not inner and (verified._result(child)[2] is child):
-            found.left_out[name] = verified.problem(child)
+            tiling.left_out[name] = verified.problem(child)
         yield from inner
 
 

@@ -118,11 +118,11 @@ class _Tiled(torch.autograd.Function):
                 tile = slice(start, start + ctx.rows)
                 part = tokens[tile].unsqueeze(0).detach().requires_grad_(wants_x)
                 inputs = [part, *trained] if wants_x else trained
-                found = torch.autograd.grad(ctx.run(part), inputs, grads[tile].unsqueeze(0), allow_unused=True)
+                gradients = torch.autograd.grad(ctx.run(part), inputs, grads[tile].unsqueeze(0), allow_unused=True)
                 if grad_x is not None:
-                    grad_x[tile] = 0 if found[0] is None else found[0][0]
-                    found = found[1:]
-                sums = [_added(total, new) for total, new in zip(sums, found, strict=True)]
+                    grad_x[tile] = 0 if gradients[0] is None else gradients[0][0]
+                    gradients = gradients[1:]
+                sums = [_added(total, new) for total, new in zip(sums, gradients, strict=True)]
         of_trained = iter(total if total is None else total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
         of_parameters = [next(of_trained) if wants else None for wants in wanted]
         return None, None, None, None if grad_x is None else grad_x.view(x.shape), *of_parameters

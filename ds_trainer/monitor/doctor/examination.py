@@ -69,7 +69,7 @@ def examine(request: Request, info: RankInfo) -> list[GroupedFinding]:
     reports = distributed.gather_objects((here, versions(), machine_versions(), digest_of(arguments), affinity()))
     ranks = [rank for rank, *_ in reports]
     first_ranks = {rank.host: rank.rank for rank in reversed(ranks)}
-    found: list[tuple[RankHost, list[Finding]]] = []
+    by_rank: list[tuple[RankHost, list[Finding]]] = []
 
     required = [(rank, facts) for rank, facts, *_ in reports]
     recommended = [(rank, facts) for rank, _, facts, *_ in reports]
@@ -80,26 +80,26 @@ def examine(request: Request, info: RankInfo) -> list[GroupedFinding]:
         digests = [digest for *_, digest, _ in reports]
         different = argument_differences(here, arguments, digests, distributed.gather_objects)
         common.append(_arguments(different, digests[0]))
-    found.append((ranks[0], common))
+    by_rank.append((ranks[0], common))
 
     fast = request.args.device_type == "cuda" or has_infiniband()
     local = name_findings(info, len(first_ranks) > 1) + limit_findings(fast, info.rank, info.world_size)
     if first_ranks[here.host] == here.rank:
         local = _machine(request, [cores for rank, *_, cores in reports if rank.host == here.host]) + local
-    found += distributed.gather_objects((here, local))
+    by_rank += distributed.gather_objects((here, local))
 
     skew = measure_skews(sorted(first_ranks.values()))
     skews = [(rank, one) for rank, one in distributed.gather_objects((here, skew)) if one is not None]
-    found.append((ranks[0], [clock_finding(skews), bandwidth_finding(request.args.device)]))
-    found.append((ranks[0], [_gradient(args) for args in request.gradients]))
-    return grouped(found)
+    by_rank.append((ranks[0], [clock_finding(skews), bandwidth_finding(request.args.device)]))
+    by_rank.append((ranks[0], [_gradient(args) for args in request.gradients]))
+    return grouped(by_rank)
 
 
-def _arguments(found: Sequence[Difference], digest: str) -> Finding:
-    if not found:
+def _arguments(differing: Sequence[Difference], digest: str) -> Finding:
+    if not differing:
         return Finding(Level.OK, "arguments", f"equal on all ranks ({digest})")
     remedy = "Give all ranks the same arguments."
-    return Finding(Level.FAIL, "arguments", "; ".join(map(str, found)), remedy)
+    return Finding(Level.FAIL, "arguments", "; ".join(map(str, differing)), remedy)
 
 
 def _machine(request: Request, affinities: list[frozenset[int]]) -> list[Finding]:

@@ -51,10 +51,10 @@ class GroupedFinding:
     ranks: tuple[RankHost, ...]
 
 
-def grouped(found: Iterable[tuple[RankHost, Sequence[Finding]]]) -> list[GroupedFinding]:
+def grouped(by_rank: Iterable[tuple[RankHost, Sequence[Finding]]]) -> list[GroupedFinding]:
     """The findings of all ranks, each once, in the order of their first occurrence."""
     ranks: dict[Finding, list[RankHost]] = {}
-    for rank, findings in found:
+    for rank, findings in by_rank:
         for finding in findings:
             ranks.setdefault(finding, []).append(rank)
     order = {name: index for index, name in reversed(list(enumerate(finding.name for finding in ranks)))}

@@ -44,7 +44,7 @@ def check_ranks(args: TrainingArguments, compiled: Mapping[str, Any]) -> None:
     reports = distributed.gather_objects((here, digest_of(arguments), facts))
     problems = [
         f"{difference}. Start all ranks from the same installation."
-        for difference in differences([(rank, found) for rank, _, found in reports])
+        for difference in differences([(rank, values) for rank, _, values in reports])
     ]
     digests = [digest for _, digest, _ in reports]
     problems += [

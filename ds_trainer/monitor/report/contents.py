@@ -60,8 +60,8 @@ def report_of(files: RunFiles, device_hour_price: float | None = None) -> dict[s
         "not_finite": {name: steps for name in (files.loss_name, "grad_norm") if (steps := files.not_finite(name))},
         "evaluations": {name: thinned(points) for name, points in files.evaluation_losses().items()},
         "sources": {
-            loss: {name: thinned(points, MOST_SOURCE_POINTS) for name, points in list(found.items())[:MOST_SOURCES]}
-            for loss, found in files.source_losses().items()
+            loss: {name: thinned(points, MOST_SOURCE_POINTS) for name, points in list(by_source.items())[:MOST_SOURCES]}
+            for loss, by_source in files.source_losses().items()
         },
         "experts": files.expert_loads(),
         "spikes": spikes,

@@ -277,22 +277,25 @@ def source_section(losses: Mapping[str, Mapping[str, Any]]) -> str:
     """
     if not losses:
         return ""
-    names = list(dict.fromkeys(name for found in losses.values() for name in found))
-    charts = [_source_chart(loss, found) for loss, found in losses.items()]
+    names = list(dict.fromkeys(name for by_source in losses.values() for name in by_source))
+    charts = [_source_chart(loss, by_source) for loss, by_source in losses.items()]
     heads = ["source", *(f"{shown(loss)}: {what}" for loss in losses for what in ("first", "lowest", "last"))]
     rows = [
-        [name, *(text for found in losses.values() for text in _first_lowest_last(found.get(name)))] for name in names
+        [name, *(text for by_source in losses.values() for text in _first_lowest_last(by_source.get(name)))]
+        for name in names
     ]
     more = "" if len(names) <= _MOST_ROWS else f'<p class="soft small">{len(names) - _MOST_ROWS:,} more sources.</p>'
     body = f'<div class="charts">{"".join(charts)}</div>{table(heads, rows[:_MOST_ROWS])}{more}'
     return section("Loss of each source", body)
 
 
-def _source_chart(loss: str, found: Mapping[str, Any]) -> str:
+def _source_chart(loss: str, by_source: Mapping[str, Any]) -> str:
     """The curves of as many sources as there are colors, those with the highest last loss."""
-    names = sorted(found, key=lambda name: -found[name][-1][1])[:SERIES]
-    series = [Series(name, found[name], n, dots=len(found[name]) < 2) for n, name in enumerate(names)]
-    title = shown(loss) if len(found) <= SERIES else f"{shown(loss)}, the {SERIES} highest of {len(found)} sources"
+    names = sorted(by_source, key=lambda name: -by_source[name][-1][1])[:SERIES]
+    series = [Series(name, by_source[name], n, dots=len(by_source[name]) < 2) for n, name in enumerate(names)]
+    title = (
+        shown(loss) if len(by_source) <= SERIES else f"{shown(loss)}, the {SERIES} highest of {len(by_source)} sources"
+    )
     return draw(Chart(title, series))
 
 

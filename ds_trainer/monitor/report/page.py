@@ -134,11 +134,11 @@ def quality_texts(quality: Mapping[str, Any]) -> tuple[str, list[str]]:
     big = no_loss if quality["recent_loss"] is None else f"loss {quality['recent_loss']:.4g}"
     if quality["recent_loss"] is not None:
         lines.append(f"training loss {quality['first_loss']:.4g} at the start, {quality['last_loss']:.4g} at the end")
-    for name, found in quality["evaluations"].items():
-        best = f"{found['best']:.4g} at step {found['best_step']:,.0f}"
+    for name, points in quality["evaluations"].items():
+        best = f"{points['best']:.4g} at step {points['best_step']:,.0f}"
         if not lines or big.startswith("loss"):
-            big = f"{shown(name)} {found['last']:.4g}"
-        lines.append(f"{shown(name)}: best {best}, last {found['last']:.4g}")
+            big = f"{shown(name)} {points['last']:.4g}"
+        lines.append(f"{shown(name)}: best {best}, last {points['last']:.4g}")
     lines += [f"{shown(name)}: {value:.4g}" for name, value in list(quality["metrics"].items())[:6]]
     if not quality["evaluations"]:
         lines.append("nothing was evaluated")

@@ -95,10 +95,10 @@ def _product(term: str, sizes: Mapping[str, float]) -> float:
 
 
 def _collected(terms: Iterable[tuple[str, float]]) -> Formula:
-    found: dict[str, float] = {}
+    factors: dict[str, float] = {}
     for term, factor in terms:
-        found[term] = found.get(term, 0.0) + factor
-    return Formula({term: factor for term, factor in found.items() if factor})
+        factors[term] = factors.get(term, 0.0) + factor
+    return Formula({term: factor for term, factor in factors.items() if factor})
 
 
 TABLE = Path(__file__).with_name("table.json")
@@ -117,13 +117,13 @@ def activations_of(family: str, attention: str, number_format: str) -> Activatio
     return None if row is None else from_json(row)
 
 
-def as_json(found: Activations) -> dict[str, Any]:
+def as_json(activations: Activations) -> dict[str, Any]:
     """``found`` as plain data, in a fixed order."""
     moments = {
-        name: sorted((_sorted(formula) for formula in getattr(found, name)), key=json.dumps)
+        name: sorted((_sorted(formula) for formula in getattr(activations, name)), key=json.dumps)
         for name in ("forward", "backward", "loss")
     }
-    return {"layer": _sorted(found.layer), "outside": _sorted(found.outside), **moments}
+    return {"layer": _sorted(activations.layer), "outside": _sorted(activations.outside), **moments}
 
 
 def from_json(row: dict[str, Any]) -> Activations:

@@ -47,17 +47,17 @@ class Probe:
             return high
         return low + (high - low) * (length - first) / (second - first)
 
-    def corrected(self, found: BytesPerToken, layer: float, length: float) -> BytesPerToken:
+    def corrected(self, size: BytesPerToken, layer: float, length: float) -> BytesPerToken:
         """``found`` in proportion to what was measured; so is what exists during a layer's passes.
 
         Args:
-            found: what the formulas say for a rank.
+            size: what the formulas say for a rank.
             layer: bytes per token that a whole layer keeps, of the formulas.
             length: tokens of a sequence.
         """
         factor = self.layer_at(length) / layer
-        layer, forward, backward = (factor * value for value in found[:3])
-        return BytesPerToken(layer, forward, backward, found.loss * self.loss)
+        layer, forward, backward = (factor * value for value in size[:3])
+        return BytesPerToken(layer, forward, backward, size.loss * self.loss)
 
     def is_credible(self, predicted: float) -> bool:
         """Whether the measured bytes of a layer are like the ``predicted`` ones."""

@@ -129,11 +129,11 @@ def _kept(model: PlannedModel, run: Candidate, stack: Stack) -> float:
     """What the layers of an encoder or of a tower keep."""
     sizes = layer_sizes(stack, 0, stack.positions or run.length, tp=run.tp, cp=run.cp)
     inputs = run.checkpointed_layers(stack.layers)
-    found = run.weight_bytes * sizes["hidden"] * inputs
+    size = run.weight_bytes * sizes["hidden"] * inputs
     if inputs < stack.layers:
         formulas, _ = model.activations(run.attention, run.number_format, stack)
-        found += formulas.bytes_per_token(sizes).layer * (stack.layers - inputs)
-    return _tokens(run, stack) * found
+        size += formulas.bytes_per_token(sizes).layer * (stack.layers - inputs)
+    return _tokens(run, stack) * size
 
 
 def _tokens(run: Candidate, stack: Stack) -> float:
@@ -186,11 +186,11 @@ def tiled_layer(
     whole = model.bytes_per_token(sizes, *kind).layer
     kept = model.bytes_per_token({**sizes, "inner": 0}, *kind).layer
     small = {**sizes, "inner": share * sizes["inner"]}
-    found, tile = model.bytes_per_token(small, *kind), share * (whole - kept)
+    size, tile = model.bytes_per_token(small, *kind), share * (whole - kept)
     # Whether two norms of a layer keep more than a single kernel would: input, output and two numbers a token.
     norms = (formulas.layer.terms.get("hidden", 0) >= 2 * (_NORM_KEEPS + 2 * width)) and share < 1
     if not norms:
-        return TiledLayer(found._replace(layer=kept, backward=found.backward + tile), small, False)
+        return TiledLayer(size._replace(layer=kept, backward=size.backward + tile), small, False)
     hidden, queries, keys = sizes["hidden"], sizes["queries"], sizes["keys"]
     kept -= 2 * _NORM_KEEPS * hidden
     attention = width * (hidden + queries + 2 * keys)  # gradients of the residual, of queries, keys and values

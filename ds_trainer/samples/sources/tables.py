@@ -82,17 +82,17 @@ def _rows(path: Path, batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadLi
         done += batch.num_rows
 
 
-def _missing(path: Path, columns: Sequence[str] | None, found: Sequence[str]) -> BadLine | None:
+def _missing(path: Path, columns: Sequence[str] | None, there: Sequence[str]) -> BadLine | None:
     for name in columns or ():
-        if name not in found:
-            return BadLine(str(path), no_key("column", name, found), whole_file=True)
+        if name not in there:
+            return BadLine(str(path), no_key("column", name, there), whole_file=True)
     return None
 
 
-def no_key(what: str, text_key: str, found: Sequence[str]) -> str:
+def no_key(what: str, text_key: str, there: Sequence[str]) -> str:
     """``no column 'text'; found ...`` for messages."""
-    listed = ", ".join(repr(name) for name in found[:20]) or "none"
-    hint = did_you_mean(text_key, found)
+    listed = ", ".join(repr(name) for name in there[:20]) or "none"
+    hint = did_you_mean(text_key, there)
     return f"no {what} {text_key!r}; found {listed}. Set text_key to the one with the text.{hint}".rstrip(".")
 
 

@@ -142,12 +142,12 @@ def same_draws(groups: ParallelGroups, inputs: Sequence[Any]) -> Iterator[None]:
         return
     own = random_state()
     reports: list[Any] = [None] * groups.layout.replica_size
-    found = 0
+    digest = 0
     for value in inputs:
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             data = value.detach().to("cpu", torch.int64).contiguous()
-            found = crc32(f"{list(data.shape)}".encode() + data.numpy().tobytes(), found)
-    torch.distributed.all_gather_object(reports, (found, own), group=groups.replica_host)
+            digest = crc32(f"{list(data.shape)}".encode() + data.numpy().tobytes(), digest)
+    torch.distributed.all_gather_object(reports, (digest, own), group=groups.replica_host)
     if len({checksum for checksum, _ in reports}) > 1:
         raise ConfigError(
             f"generate was called with different prompts on the ranks of a replica ({groups.layout.describe()}), which "

@@ -84,8 +84,8 @@ class CopyStream:
     def copies(self, tensors: list[torch.Tensor], float_type: torch.dtype | None) -> tuple[list[torch.Tensor], Any]:
         """Begin to copy; returns the copies and the event of their end."""
         with self._stream:
-            found = [on_device(tensor, self._device, float_type) for tensor in tensors]
-        return found, self._stream.record_event()
+            copies = [on_device(tensor, self._device, float_type) for tensor in tensors]
+        return copies, self._stream.record_event()
 
     def wait_for(self, event: Any) -> None:
         """Let the compute stream wait for an event."""
@@ -135,18 +135,18 @@ class DeviceCopies:
             return
         # The page-locked tensors of a batch, each once.
         value = batch.local if isinstance(batch, ShardedBatch) else batch
-        found: dict[int, torch.Tensor] = {}
+        by_id: dict[int, torch.Tensor] = {}
         parts = [value]
         while parts:
             part = parts.pop()
             if isinstance(part, torch.Tensor):
                 if part.device.type == "cpu" and not part.is_inference() and part.is_pinned():
-                    found[id(part)] = part
+                    by_id[id(part)] = part
             elif isinstance(part, Mapping):
                 parts.extend(part.values())
             elif isinstance(part, (list, tuple)):
                 parts.extend(part)
-        tensors = list(found.values())
+        tensors = list(by_id.values())
         if not tensors:
             return
         copies, self._event = self._stream.copies(tensors, self.float_type)

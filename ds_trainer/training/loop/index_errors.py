@@ -48,21 +48,21 @@ def _problems(batch: Mapping[str, Any], model: nn.Module) -> Iterator[str]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     name, vocabulary = type(model).__name__, _int(text, "vocab_size")
     for key in _TOKENS:
-        found = _outside(batch.get(key), vocabulary)
-        if found is not None:
+        outside = _outside(batch.get(key), vocabulary)
+        if outside is not None:
             yield (
-                f"has the token id {found} ({key}), but {name} has a vocabulary of {vocabulary} tokens, from 0 to "
+                f"has the token id {outside} ({key}), but {name} has a vocabulary of {vocabulary} tokens, from 0 to "
                 f"{vocabulary - 1}. Is the tokenizer that of the model? If tokens were added to it, call "
                 "model.resize_token_embeddings(len(tokenizer))."
             )
     labels = batch.get("labels", batch.get("shift_labels"))
     per_token = isinstance(labels, torch.Tensor) and labels.dim() > 1
     classes = vocabulary if per_token and "ForTokenClassification" not in name else _int(config, "num_labels")
-    found = _outside(labels, classes, IGNORED)
-    if found is not None:
+    outside = _outside(labels, classes, IGNORED)
+    if outside is not None:
         what = "vocab_size" if classes == vocabulary and per_token else "num_labels"
         yield (
-            f"has the label {found}, but {name} has {what}={classes}, so labels go from 0 to {classes - 1} (and "
+            f"has the label {outside}, but {name} has {what}={classes}, so labels go from 0 to {classes - 1} (and "
             f"{IGNORED}, which is ignored). Check the labels of the dataset"
             + (", or create the model with more num_labels." if what == "num_labels" else ".")
         )

@@ -97,15 +97,15 @@ class SourceSums:
         """Forget the micro-batches since the last :meth:`end_step`, which are computed again."""
         self._step: list[torch.Tensor] = []
 
-    def add(self, found: TokenLosses | None) -> None:
+    def add(self, tokens: TokenLosses | None) -> None:
         """Add a micro-batch; None: nothing is known of it. Does not wait for the device."""
-        if found is None:
+        if tokens is None:
             return
-        losses, valid = found.losses.double(), found.valid
+        losses, valid = tokens.losses.double(), tokens.valid
         if self._filtered:
             valid = valid & losses.isfinite()
         values = torch.stack([torch.where(valid, losses, 0.0), valid.double()])
-        self._step.append(torch.zeros_like(self._total).index_add_(1, found.sources, values))
+        self._step.append(torch.zeros_like(self._total).index_add_(1, tokens.sources, values))
 
     def end_step(self) -> None:
         """The micro-batches since :meth:`begin_step` count."""

@@ -58,10 +58,10 @@ def quantized_problems(
     return problems + _elsewhere(what, quantized, str(args.device))
 
 
-def _cast(what: str, found: dict[str, Any], half: str | None, where: str) -> list[str]:
+def _cast(what: str, parameters: dict[str, Any], half: str | None, where: str) -> list[str]:
     """DeepSpeed casts all floating-point parameters to 16 bits, including packed weights stored in such a dtype."""
     dtype = HALF_TYPES.get(half or "")
-    stored = {p.dtype for p in found.values() if dtype is not None and p.dtype.is_floating_point} - {dtype}
+    stored = {p.dtype for p in parameters.values() if dtype is not None and p.dtype.is_floating_point} - {dtype}
     return [
         f"{what}, packed into elements of {other} (bnb_4bit_quant_storage), which {half}{where}=True would cast as if "
         "they were weights. Load the model with bnb_4bit_quant_storage=torch.uint8."
@@ -69,9 +69,9 @@ def _cast(what: str, found: dict[str, Any], half: str | None, where: str) -> lis
     ]
 
 
-def _elsewhere(what: str, found: dict[str, Any], device: str) -> list[str]:
+def _elsewhere(what: str, parameters: dict[str, Any], device: str) -> list[str]:
     """Moving a model does not move the scales of its 8-bit weights."""
-    others = {str(p.device) for p in found.values() if quantized_bits(p) == 8} - {device}
+    others = {str(p.device) for p in parameters.values() if quantized_bits(p) == 8} - {device}
     return [
         f"{what} on {other}, but this rank trains on {device}, and 8-bit weights cannot be moved. Load them on that "
         'device (from_pretrained(..., device_map={"": args.device})), or pass their directory to the Trainer.'

@@ -65,13 +65,13 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
             # Callbacks receive a result now, so a later dataset cannot be aborted.
             self._ds_trainer.evaluator.stop_requested = None
-            found = _with_speed(self, output, metric_key_prefix, start)
-            if f"{metric_key_prefix}_loss" not in found:
+            measured = _with_speed(self, output, metric_key_prefix, start)
+            if f"{metric_key_prefix}_loss" not in measured:
                 names = ", ".join(self.label_names)
                 logger.warning("No batch of the evaluation had labels (%s), so there is no loss.", names)
-            self.log(found)
-            self._ds_trainer.events.notify("on_evaluate", found)
-            return {**found, **stage.end()}
+            self.log(measured)
+            self._ds_trainer.events.notify("on_evaluate", measured)
+            return {**measured, **stage.end()}
 
     @fails_together
     def predict(

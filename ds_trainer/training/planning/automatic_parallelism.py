@@ -100,23 +100,23 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
         calibration = read_calibration(cluster.device, model.family)
         if calibration is not None:
             cluster, goal = calibration.applied(cluster, goal)
-    found = None
+    result = None
     if args.given(_MICRO_BATCH) and not accelerator_config(args).split_batches:
         with_given = (*goal.fixed, ("micro_batch", args.per_device_train_batch_size))
-        found = search(model, cluster, replace(goal, fixed=with_given))
-    if found is None or found.best is None:  # then the global batch is what counts
-        found = search(model, cluster, goal)
-    if found.best is None:
-        raise ConfigError(_nothing_fits(args, found, model, devices, goal, length))
-    return _first_that_runs(inputs, trainer, found, {_FIELDS[name] for name in fixed if not name.endswith("_on_nvme")})
+        result = search(model, cluster, replace(goal, fixed=with_given))
+    if result is None or result.best is None:  # then the global batch is what counts
+        result = search(model, cluster, goal)
+    if result.best is None:
+        raise ConfigError(_nothing_fits(args, result, model, devices, goal, length))
+    return _first_that_runs(inputs, trainer, result, {_FIELDS[name] for name in fixed if not name.endswith("_on_nvme")})
 
 
 def _first_that_runs(
-    inputs: TrainerInputs, trainer: type, found: SearchResult, fixed: Collection[str]
+    inputs: TrainerInputs, trainer: type, result: SearchResult, fixed: Collection[str]
 ) -> TrainingArguments:
     refused: set[Candidate] = set()
     first: ConfigError | None = None
-    for plan in found.fitting:
+    for plan in result.fitting:
         way = replace(plan.candidate, micro_batch=1, accumulation=1)
         if way in refused:
             continue
@@ -183,32 +183,32 @@ def _is_given(args: TrainingArguments, name: str) -> bool:
 def _of_file(config: CompiledConfig | None) -> dict[str, object]:
     """What the user's DeepSpeed configuration fixes."""
     user = {} if config is None else config.user_values()
-    found: dict[str, object] = {} if config is None else {"hpz": config.hpz_partition_size}
+    values: dict[str, object] = {} if config is None else {"hpz": config.hpz_partition_size}
     if config is not None and "zero_optimization.stage" in user:
-        found["stage"] = config.zero_stage
+        values["stage"] = config.zero_stage
     for name in ("optimizer", "param"):
         if config is not None and f"zero_optimization.offload_{name}.device" in user:
-            found[f"offload_{name}"] = config.offload(name) is not None
-            found[f"{name}_on_nvme"] = config.offload(name) == "nvme"
-    return found
+            values[f"offload_{name}"] = config.offload(name) is not None
+            values[f"{name}_on_nvme"] = config.offload(name) == "nvme"
+    return values
 
 
 def _fixed(inputs: TrainerInputs, devices: JobDevices) -> dict[str, object]:
     """What the search must keep: given values, and what this model or these devices cannot have."""
-    args, found = inputs.args, {}
+    args, values = inputs.args, {}
     for name, field in _FIELDS.items():
         if name != "hpz" and _is_given(args, field):  # a DeepSpeed configuration: _of_file
-            found[name] = _value(args, name, field)
+            values[name] = _value(args, name, field)
     if args.nvme_path is None:
-        found |= {name: False for name in ("optimizer_on_nvme", "param_on_nvme") if name not in found}
+        values |= {name: False for name in ("optimizer_on_nvme", "param_on_nvme") if name not in values}
     if not takes_every_n_layers(inputs.model):
-        found.setdefault("every_n_layers", 1)
+        values.setdefault("every_n_layers", 1)
     if gradient_checkpointing_problems(inputs.model, None, reentrant=False):
-        found.setdefault("checkpointing", False)
+        values.setdefault("checkpointing", False)
     if not devices.is_gpu:  # the memory of the host is that of the ranks
-        found.setdefault("offload_optimizer", False)
-        found.setdefault("offload_param", False)
-    return found
+        values.setdefault("offload_optimizer", False)
+        values.setdefault("offload_param", False)
+    return values
 
 
 def _value(args: TrainingArguments, name: str, field: str) -> object:
@@ -230,7 +230,7 @@ def _where(args: TrainingArguments) -> str:
 
 def _nothing_fits(
     args: TrainingArguments,
-    found: SearchResult,
+    result: SearchResult,
     model: PlannedModel,
     devices: JobDevices,
     goal: Goal,
@@ -250,9 +250,9 @@ def _nothing_fits(
         f"{cluster.board.memory:.0f} GB with a global batch of {goal.global_batch} sequences of {length.tokens} tokens "
         f"({length.source})."
     ]
-    problems += [f"{_sentence(reason)}" for reason in found.conflicts[:5]]
-    if found.rejected:
-        nearest = found.rejected[0]
+    problems += [f"{_sentence(reason)}" for reason in result.conflicts[:5]]
+    if result.rejected:
+        nearest = result.rejected[0]
         problems.append(f"The nearest is {nearest.candidate.describe()}: it {nearest.problem}.")
         problems += [f"It fits with {text}." for text in _changes(nearest, model)]
     return problems

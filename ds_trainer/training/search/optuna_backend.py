@@ -135,11 +135,11 @@ def _study(creation: dict[str, Any], directions: list[str]) -> optuna.Study:
     import optuna
 
     study = optuna.create_study(**creation, directions=directions)  # type: ignore[arg-type]
-    found = [direction.name.lower() for direction in study.directions]
-    if found != directions:
+    of_study = [direction.name.lower() for direction in study.directions]
+    if of_study != directions:
         raise ConfigError(
-            f"The study {study.study_name!r} has direction {', '.join(found)}, not direction={', '.join(directions)}. "
-            "Use the direction of the study, or another study_name."
+            f"The study {study.study_name!r} has direction {', '.join(of_study)}, not direction="
+            f"{', '.join(directions)}. Use the direction of the study, or another study_name."
         )
     _fail_abandoned(study)
     return study

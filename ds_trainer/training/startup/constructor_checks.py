@@ -121,8 +121,8 @@ def replica_problems(trainer: type, layout: ParallelLayout) -> list[str]:
 
 def _base_class(trainer: type, package: str, names: Sequence[str] | None = None) -> str | None:
     """The first base class of ``trainer`` that is from ``package``, and one of ``names`` if those are given."""
-    found = (cls.__name__ for cls in trainer.__mro__ if cls.__module__.startswith(package))
-    return next((name for name in found if names is None or name in names), None)
+    own = (cls.__name__ for cls in trainer.__mro__ if cls.__module__.startswith(package))
+    return next((name for name in own if names is None or name in names), None)
 
 
 def create_output_directory(args: TrainingArguments) -> None:

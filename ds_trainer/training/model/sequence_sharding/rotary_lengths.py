@@ -31,12 +31,12 @@ def length_dependent_rotations(model: nn.Module) -> Iterator[tuple[str, str, int
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The rotary types of ``module`` (one for each type of layer, if they differ) and their parameters."""
-    found = getattr(module, "rope_type", None)
+    kinds = getattr(module, "rope_type", None)
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-    if isinstance(found, str):
-        yield found, parameters
-    elif isinstance(found, Mapping):
-        for layer, kind in found.items():
+    if isinstance(kinds, str):
+        yield kinds, parameters
+    elif isinstance(kinds, Mapping):
+        for layer, kind in kinds.items():
             if isinstance(kind, str):
                 yield kind, parameters.get(layer) or {}
 
