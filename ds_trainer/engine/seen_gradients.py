@@ -45,6 +45,9 @@ class SeenGradients:
         """A pass has ended in the middle."""
         self.ignored = set()
 
+    def close(self) -> None:
+        """Remove hooks from the parameters."""
+
     def passed(self, unseen: set[int]) -> None:
         """A reduction has not seen gradients of ``unseen``."""
         unseen |= self.ignored
@@ -75,6 +78,11 @@ class WholeGradients(SeenGradients):
         super().interrupted()
         if self._reduction is not None:
             self._reduction.interrupted()
+
+    def close(self) -> None:
+        """See :class:`SeenGradients`."""
+        if self._reduction is not None:
+            self._reduction.close()
 
     def _report(self, owner: Any, name: str, ranks: int) -> None:
         """Extends the method that returns the gradients of a step when they are reduced."""

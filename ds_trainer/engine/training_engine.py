@@ -380,6 +380,7 @@ class TrainingEngine:
         """Frees memory and removes hooks. An unsharded module stays usable."""
         module = self.deepspeed.module
         self.updates.close()
+        self.unused_parameters.close()
         if self._accumulation is not None:
             self._accumulation.close()
         if self._zero3 is not None:

@@ -70,6 +70,11 @@ class UnusedParameters:
         if self._seen is not None:
             self._seen.interrupted()
 
+    def close(self) -> None:
+        """Remove hooks from the parameters."""
+        if self._seen is not None:
+            self._seen.close()
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context of one step of the engine. Collective."""

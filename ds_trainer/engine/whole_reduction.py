@@ -76,11 +76,15 @@ class WholeReduction:
         self._sent: list[_Sent] = []
         self._restart()
         self._reduces = ranks > 1
-        if overlaps and self._reduces:
-            for _, parameter in whole:
-                parameter.register_post_accumulate_grad_hook(self._arrives)
+        early = whole if overlaps and self._reduces else []
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrives) for _, parameter in early]
         self._all_gradients = engine._get_gradients_for_reduction
         engine._get_gradients_for_reduction = self._complete
+
+    def close(self) -> None:
+        """Remove the hooks: the module may be trained by another engine."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _restart(self) -> None:
         """Wait for the first gradient of a pass."""

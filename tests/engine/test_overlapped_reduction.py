@@ -83,6 +83,23 @@ def test_the_bits_are_those_of_a_reduction_that_waits(
     assert pool(world).run(partial(run_twice, model, stage, accumulation, str(tmp_path)), timeout=120) == [True] * world
 
 
+def train_again(directory: str) -> bool:
+    """Train a model that an earlier Trainer has trained; whether the bits are those of a model without a past."""
+    first = tiny_llama()
+    run_of = partial(train_and_report, zero_stage=0, per_device_train_batch_size=2)
+    run_of(lambda: first, TOKENS, directory)
+    copy = tiny_llama()
+    copy.load_state_dict(first.state_dict())
+    one, other = (run_of(lambda: model, TOKENS, directory) for model in (first, copy))  # noqa: B023
+    return one.losses == other.losses and all(
+        torch.equal(one.weights[name], other.weights[name]) for name in one.weights
+    )
+
+
+def test_a_second_training_of_a_model(tmp_path: Any) -> None:
+    assert pool(2).run(train_again, str(tmp_path)) == [True] * 2
+
+
 # -- order of events --------------------------------------------------------------------------------------------------
 
 
