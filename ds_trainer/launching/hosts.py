@@ -56,16 +56,18 @@ def read_hostfile(path: str, slots: int | None = None) -> list[Host]:
         count = match["slots"] or match["processes"]  # MPICH writes NAME:N
         if problem := host_problem(name):
             problems.append(f"{path}:{number}: {problem}")
-        elif name in hosts:
+        elif name.lower() in hosts:
             problems.append(f"{path}:{number}: {name} is listed twice; combine its slots in one line.")
         elif count is None and slots is None:
             problems.append(f"{path}:{number}: {name} has no slots=N, and --nproc-per-node is not given.")
         elif count is not None and int(count) == 0:
             problems.append(f"{path}:{number}: {name} has slots=0; remove the line.")
         else:
-            hosts[name] = Host(name, int(count) if count is not None else slots or 0)
+            hosts[name.lower()] = Host(name, int(count) if count is not None else slots or 0)
     if not hosts and not problems:
         problems.append(f"hostfile={path}: it lists no machine.")
+    if len(hosts) > _MOST_HOSTS:
+        problems.append(f"hostfile={path}: it lists {len(hosts):,} machines, more than {_MOST_HOSTS:,}. Shorten it.")
     if problems:
         raise ConfigError(problems)
     return list(hosts.values())

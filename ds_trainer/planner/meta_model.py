@@ -22,6 +22,9 @@ _TASKS = (
 )
 
 
+_MOST_LAYERS = 10_000
+
+
 def meta_model(config: Mapping[str, Any], name: str) -> nn.Module:
     """The model that ``config`` describes, on the meta device. It is of the class that ``architectures`` names.
 
@@ -42,8 +45,11 @@ def meta_model(config: Mapping[str, Any], name: str) -> nn.Module:
         ) from error
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if family not in CONFIG_MAPPING_NAMES:
+    if not isinstance(family, str) or family not in CONFIG_MAPPING_NAMES:
         raise ConfigError(f"{name}: transformers {transformers.__version__} has no model_type={family!r}.")
+    for key, value in config.items():
+        if key.endswith(("layers", "layer")) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ConfigError(f"{name}: {key}={value:,} is more than the {_MOST_LAYERS:,} layers that are planned.")
     # Weights are not quantized here; the loss is not computed.
     values = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
@@ -53,6 +59,9 @@ def meta_model(config: Mapping[str, Any], name: str) -> nn.Module:
             raise ConfigError(f"{name}: transformers {transformers.__version__} has no model of {family!r} to train.")
         with torch.device("meta"):
             model: nn.Module = build(made)
+        empty = next((key for key, weight in model.named_parameters() if not weight.numel()), None)
+        if empty is not None:
+            raise ConfigError(f"{name}: {empty} has no element with this configuration; correct its sizes.")
     except ConfigError:
         raise
     except Exception as error:  # code of any model, which may raise anything for sizes that it does not expect

@@ -273,7 +273,7 @@ def load_session(saved: SavedModel, options: GenerationOptions, device: str, dty
     if not saved.is_bytes:
         try:
             tokenizer = AutoTokenizer.from_pretrained(saved.tokenizer_directory, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # code of any tokenizer, which reads the model's config.json, too
             raise ConfigError(
                 f"{saved.tokenizer_directory} has no tokenizer that can be loaded "
                 f"({' '.join(str(error).split())[:200]}). Copy the tokenizer's files of the base model into it."

@@ -158,6 +158,8 @@ def load_for_generation(saved: SavedModel, device: torch.device, dtype: str | No
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
+    from ds_trainer.checkpoint.loading.stored_tensors import stored_tensors
+
     config = saved.config
     kind = str(config.get("model_type"))
     name = next(iter(config.get("architectures") or ()), "")
@@ -174,13 +176,14 @@ def load_for_generation(saved: SavedModel, device: torch.device, dtype: str | No
     if dtype is None:
         dtype = "float32" if device.type == "cpu" and stored == "float16" else stored
     where = saved.base or saved.directory
+    stored_tensors(where)  # says which file is damaged
     try:
         model = auto_class.from_pretrained(where, dtype=getattr(torch, dtype), local_files_only=True)
         if saved.base is not None:
             from ds_trainer.training.loading.peft_adapters import imported_peft
 
             model = imported_peft().PeftModel.from_pretrained(model, str(saved.directory), torch_device="cpu")
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # code of any model
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise ConfigError(f"The model in {saved.directory} cannot be loaded: {reason}") from error
     return model.eval().to(device)

@@ -90,6 +90,6 @@ def read_starting_model(name: str) -> StartingModel:
 
     try:
         return StartingModel(name, config, AutoTokenizer.from_pretrained(directory, local_files_only=True))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # code of any tokenizer, which reads the model's config.json, too
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"--model {name}: it has no tokenizer that can be loaded: {reason}") from error

@@ -131,7 +131,7 @@ def task_tokenizer(recipe: Recipe) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model_directory(name, weights=False), local_files_only=True)
     except ConfigError as error:
         raise ConfigError(f"{recipe.where(key)}: {key}: {error}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # code of any tokenizer, which reads the model's config.json, too
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{recipe.where(key)}: {key}: {name!r} has no tokenizer that can be loaded: {reason}"

@@ -91,8 +91,8 @@ class PretrainedTokenizer:
             raise ConfigError("data.tokenizer needs transformers: pip install 'ds-trainer[hf]'.") from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # code of any tokenizer, which reads the model's config.json, too
+            reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"data.tokenizer: {directory!r} has no tokenizer that can be loaded: {reason}") from error
         separator = self._tokenizer.eos_token_id
         separator = self._tokenizer.bos_token_id if separator is None else separator
@@ -178,7 +178,7 @@ def load_processor(name: str, where: str) -> Any:
     except ImportError as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: the processor in {name!r} needs a package that is missing: {reason}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # code of any processor
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: {name!r} has no processor that can be loaded: {reason}") from error
     if not hasattr(processor, "image_processor"):

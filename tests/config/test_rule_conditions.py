@@ -280,6 +280,10 @@ CASES = [
         breaks("activation-checkpointing-is-enabled", deepspeed={"activation_checkpointing": {key: True}})
         for key in ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
     ),
+    breaks("saving-is-the-trainers", deepspeed={"checkpoint": {"parallel_write": {"pipeline_stage": True}}}),
+    breaks("saving-is-the-trainers", deepspeed={"checkpoint": {"checkpoint_serialization": False}}),
+    breaks("saving-is-the-trainers", deepspeed={"disable_allgather": True}),
+    keeps("saving-is-the-trainers", deepspeed={"checkpoint": {"checkpoint_serialization": True}}),
     breaks(
         "contiguous-activations",
         activation_checkpointing=True,

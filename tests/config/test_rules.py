@@ -70,6 +70,11 @@ EXAMPLES: dict[str, Example] = {
     "universal-checkpoints-are-recognized": Example(
         {"deepspeed": {"checkpoint": {"load_universal": True}}}, {"deepspeed": {}}, ("checkpoint.load_universal=",)
     ),
+    "saving-is-the-trainers": Example(
+        {"deepspeed": {"checkpoint": {"use_node_local_storage": True}}},
+        {"deepspeed": {"checkpoint": {}}},
+        ("checkpoint.use_node_local_storage=",),
+    ),
     "library-optimizer-needs-gpu": Example(
         {"optim": "galore_adamw_8bit", "optim_target_modules": "all-linear"}, {"device": "cuda"}
     ),

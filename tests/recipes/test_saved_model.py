@@ -137,3 +137,18 @@ def test_a_model_that_gives_no_text_is_refused(tmp_path: Path) -> None:
     saved = find_saved_model(str(save_chat_model(tmp_path / "model", head="SequenceClassification")))
     with pytest.raises(ConfigError, match="classifies sequences; it does not generate text"):
         load_for_generation(saved, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"abc", "model.safetensors is not a safetensors file, or is damaged"),
+        ("model.safetensors", b"\xff" * 8 + b"{}", "model.safetensors is not a safetensors file, or is damaged"),
+        ("generation_config.json", b"[1]", "cannot be loaded"),
+        ("generation_config.json", b'{"max_new_tokens": "x", "top_p": -3}', "cannot be loaded"),
+    ],
+)
+def test_damaged_files_are_one_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (save_chat_model(tmp_path / "model") / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_for_generation(find_saved_model(str(tmp_path / "model")), CPU)

@@ -59,5 +59,7 @@ def test_bytes_by_name_and_by_directory(tmp_path: Path) -> None:
 def test_directories_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'byte' is neither 'bytes' nor a directory"):
         load_tokenizer("byte")
-    with pytest.raises(ConfigError, match="has no tokenizer that can be loaded"):
-        load_tokenizer(str(tmp_path))
+    for content in ("", "[]", '{"model_type": ["llama"]}', '{"model_type": "llama", "hidden_size": "x"}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match="has no tokenizer that can be loaded"):
+            load_tokenizer(str(tmp_path))

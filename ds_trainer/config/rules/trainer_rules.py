@@ -219,6 +219,23 @@ TRAINER = (
         refuses=False,
     ),
     Rule(
+        "saving-is-the-trainers",
+        "Settings that the Trainer manages",
+        (
+            *("checkpoint.use_node_local_storage", "checkpoint.parallel_write.pipeline_stage", "disable_allgather"),
+            "checkpoint.checkpoint_serialization",
+        ),
+        lambda c: (
+            c.on("checkpoint.use_node_local_storage")
+            or c.on("checkpoint.parallel_write.pipeline_stage")
+            or c.on("disable_allgather")
+            or c.get("checkpoint.checkpoint_serialization", True) is False
+        ),
+        "DeepSpeed reads it when it writes checkpoints, which the Trainer does in its place, or not at all",
+        "Remove it.",
+        refuses=False,
+    ),
+    Rule(
         "checkpoint-writer-needs-gpu",
         "Settings that the Trainer manages",
         ("checkpoint.writer",),

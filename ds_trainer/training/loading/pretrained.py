@@ -203,8 +203,22 @@ def _load_from_files(request: LoadRequest) -> tuple[Any, WeightSource]:
     keywords: dict[str, Any] = {}
     if request.trust_remote_code and hasattr(model_class, "from_config"):
         keywords["trust_remote_code"] = True
-    model = build_on_meta(model_class, request.config, request.weight_dtype(stored), **keywords)
     directory = request.directory
+    layers = getattr(request.config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > 100 * len(stored):  # which would take hours to build
+        raise ConfigError(
+            f"{directory / 'config.json'}: num_hidden_layers={layers:,}, but the files have {len(stored):,} tensors. "
+            "Correct it."
+        )
+    try:
+        model = build_on_meta(model_class, request.config, request.weight_dtype(stored), **keywords)
+    except Exception as error:  # code of any model, for sizes that it does not expect
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{directory / 'config.json'}: a {model_class.__name__} cannot be made from it: "
+            f"{' '.join(str(error).split())[:400] or type(error).__name__}. Correct its sizes."
+        ) from error
     if (directory / "generation_config.json").is_file() and model.can_generate():
         from transformers import GenerationConfig
 
@@ -212,8 +226,8 @@ def _load_from_files(request: LoadRequest) -> tuple[Any, WeightSource]:
             model.generation_config = GenerationConfig.from_pretrained(directory)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{directory / 'generation_config.json'} cannot be loaded: {' '.join(str(error).split())[:400]} "
-                "Correct or remove it."
+                f"{directory / 'generation_config.json'} cannot be loaded: "
+                f"{' '.join(str(error).split())[:400].rstrip('.')}. Correct or remove it."
             ) from error
     weights = open_weights(request.directory, model, request.key_mapping, stored=stored)
     parameters = {name for name, _ in model.named_parameters()}

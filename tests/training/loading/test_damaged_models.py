@@ -68,6 +68,14 @@ CASES: dict[str, tuple[Damage, bool, str]] = {
         lambda d: (d / "config.json").write_text("{}"), False, "config.json cannot be loaded: .*`model_type`"
     ),
     "an unknown model_type": (lambda d: _rewrite(d / "config.json", model_type="lama9"), False, "loaded: .*`lama9`"),
+    "a depth": (lambda d: _rewrite(d / "config.json", num_hidden_layers=10**9), False, "=1,000,000,000, but the files"),
+    "a list of types": (lambda d: _rewrite(d / "config.json", model_type=["llama"]), False, "cannot be loaded"),
+    **{
+        f"hidden_size {size!r}": (
+            lambda d, size=size: _rewrite(d / "config.json", hidden_size=size), False, "config.json(: a Llama| can)"
+        )
+        for size in (-4, "x", 10**15)
+    },
     "a class of another architecture": (
         lambda d: _rewrite(d / "config.json", architectures=["BertForMaskedLM"]), False,
         "model_type llama, but its architectures entry BertForMaskedLM is for bert models. Correct one"
