@@ -42,6 +42,7 @@ _TOO_MANY = (
 _running = threading.local()  # backward passes have threads of their own
 
 
+@torch.compiler.disable
 def note_padding(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
     """A forward pre-hook of a model: keeps its ``attention_mask [batch, tokens]``, in which padding is 0."""
     mask = keywords.get("attention_mask")
@@ -49,6 +50,7 @@ def note_padding(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> No
     _running.mask = mask.flatten() != 0 if is_usual else None  # type: ignore[union-attr]
 
 
+@torch.compiler.disable
 def forget_padding(*_: Any) -> None:
     """The forward hook of the same model, also after an error."""
     _running.mask = None

@@ -318,7 +318,7 @@ EXAMPLES: dict[str, Example] = {
         for name, arguments in (
             ("experts-without-zeropp", {"zero_stage": 3, "deepspeed": _HPZ}),
             ("experts-at-stage-0-in-float32", {"zero_stage": 0, "bf16": True}),
-            ("experts-in-eager-mode", {"torch_compile": True}),
+            ("experts-without-fp8", {"zero_stage": 1, "fp8": True, "device": "cuda", "bf16": True}),
             ("experts-with-plain-offload", {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": "/nvme"}),
         )
     },

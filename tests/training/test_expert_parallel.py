@@ -141,6 +141,7 @@ OFFLOADED = [
     Case(4, 2, 3, accumulation=2, offloads=("optimizer",)),
     Case(2, 2, 3, "gpt_oss", offloads=("optimizer", "param")),
 ]
+WHOLE = [Case(2, 1, 3, family) for family in CONFIGURATIONS]
 FAMILIES = [Case(2, 2, index % 4, family) for index, family in enumerate(CONFIGURATIONS) if family != "qwen3_moe"]
 
 
@@ -162,7 +163,7 @@ def test_offload(case: Case, tmp_path: Any) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FAMILIES, *WHOLE], ids=lambda case: case.name)
 def test_families(case: Case, tmp_path: Any) -> None:
     check(case, tmp_path)
 
@@ -173,6 +174,10 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunked loss": ({}, {"loss_chunk_tokens": 5}),
     "auxiliary loss": ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, {}),
     "AdamW, clipped": ({}, {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.1}),
+    "compiled blocks": (
+        {},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "torch_compile_regional": True},
+    ),
     "AdamW, offloaded": ({}, {"optim": "adamw_torch", "learning_rate": 1e-3, "offload_optimizer": "cpu"}),
 }
 
@@ -316,15 +321,20 @@ def test_a_rank_with_padding_only(stage: int, tmp_path: Any) -> None:
     assert_equal(found, wanted, 1e-6)
 
 
+AUTOCAST = {"deepspeed": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
+OFFLOAD = {"bf16": True, "offload_optimizer": "cpu"}
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_is_as_near_as_whole_experts(stage: int, tmp_path: Any) -> None:
+@pytest.mark.parametrize("format", [{"bf16": True}, AUTOCAST, OFFLOAD], ids=["bf16", "autocast", "offload"])
+def test_16_bits_are_as_near_as_with_whole_experts(format: dict[str, Any], stage: int, tmp_path: Any) -> None:
     """To float32, after five steps of AdamW."""
     values: dict[str, Any] = dict(zero_stage=stage, learning_rate=1e-3, max_steps=STEPS, self_test="never")
     make = maker("qwen3_moe")
     exact, whole, divided = (
-        pool(2).run(_train, make, str(tmp_path), {**values, "expert_parallel_size": size, "bf16": bf16})[0]
-        for size, bf16 in ((1, False), (1, True), (2, True))
+        pool(2).run(_train, make, str(tmp_path), {**values, "expert_parallel_size": size, **used})[0]
+        for size, used in ((1, {}), (1, format), (2, format))
     )
     for name, distance in distances(divided, exact).items():
         assert distance <= 1.5 * distances(whole, exact)[name] + 1e-4, name

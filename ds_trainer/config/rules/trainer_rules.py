@@ -174,12 +174,12 @@ TRAINER = (
         "Set zero_stage to 1, 2 or 3.",
     ),
     Rule(
-        "experts-in-eager-mode",
+        "experts-without-fp8",
         "Settings that the Trainer manages",
-        ("expert_parallel_size", "torch_compile", "fp8"),
-        lambda c: c.layout.ep > 1 and bool(c.args.torch_compile or c.args.fp8),
-        "compiled models and fp8 with divided experts are not supported",
-        "Remove torch_compile and fp8, or set expert_parallel_size=1.",
+        ("expert_parallel_size", "fp8"),
+        lambda c: c.layout.ep > 1 and bool(c.args.fp8),
+        "fp8 with divided experts is not supported",
+        "Remove fp8, or set expert_parallel_size=1.",
     ),
     Rule(
         "experts-with-plain-offload",

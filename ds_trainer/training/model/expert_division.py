@@ -6,6 +6,7 @@ Only the function that computes the experts is replaced, by the interface of tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ _FUNCTION = "_gradient_checkpointing_func"  # of transformers' layers
 _KEEPS = "ds_trainer_keeps_routes"
 _NONE = (
     "expert_parallel_size={size}, but {model} has no experts that can be divided: modules with stacked weights "
-    "[experts, ...] whose function transformers lets be replaced. Set expert_parallel_size=1."
+    "[experts, ...] whose function transformers lets be replaced, or own ones with divides_experts=True. Set "
+    "expert_parallel_size=1."
 )
 _UNEVEN = "expert_parallel_size={size} does not divide the {experts} experts of {name}. Set it to {sizes}."
 _ADAPTED = (
@@ -47,11 +49,17 @@ _BYPASSED = (
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """The modules of ``model`` that hold stacked weights of experts, by name."""
+    """The modules of ``model`` that hold stacked weights of experts, by name: those of transformers, and own ones.
+
+    Own ones have ``divides_experts = True``, ``num_experts``, parameters ``[num_experts, ...]`` and a
+    ``forward(tokens [n, hidden], experts [n, k], weights [n, k]) -> [n, hidden]``: the sum over the experts of each
+    token, of their result times the weight.
+    """
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+        if hasattr(module, "num_experts")
+        and (hasattr(module, "_is_expert_parallel") or getattr(module, "divides_experts", False))
     }
 
 
@@ -102,12 +110,15 @@ def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
         raise ConfigError(problems)
     _watch_padding(model)
     layers = expert_layers(model)
-    configs = {id(module.config): module.config for module in layers.values()}
+    own = {name for name, module in layers.items() if not hasattr(module, "_is_expert_parallel")}
+    configs = {id(module.config): module.config for name, module in layers.items() if name not in own}
     products = {key: _product(config) for key, config in configs.items()}
     for name, module in layers.items():
         for wrapper in _wrappers(model, name):
             _divide_adapters(wrapper, groups)
-        _divide(name, module, groups, products[id(module.config)])
+        _divide(name, module, groups, type(module).forward if name in own else products[id(module.config)])
+        if name in own and "forward" not in vars(module):
+            module.forward = partial(_exchanged, module)
 
 
 def _watch_padding(model: nn.Module) -> None:
@@ -136,6 +147,7 @@ def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..
     # Not a child of the module: it is no part of the model.
     object.__setattr__(module, EXCHANGE, exchange)
 
+    @torch.compiler.disable
     def check(*_: Any) -> None:
         if not exchange.calls:
             raise ConfigError(_BYPASSED.format(name=name))
@@ -153,6 +165,7 @@ def _divide_adapters(wrapper: Any, groups: ParallelGroups) -> None:
         wrapper.fan_in_fan_out = wrapper.get_base_layer().is_transposed
 
 
+@torch.compiler.disable
 def _exchanged(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
     if exchange is None:  # another model with this configuration
@@ -224,6 +237,7 @@ class GateBiases:
             gate._buffers[_BIAS] += self._rate * (load.sum() - load * len(load)).sign()
 
 
+@torch.compiler.disable
 def _count_tokens(module: Any, args: tuple[Any, ...]) -> None:
     # Within a backward pass a layer runs again.
     if module.training and vars(module)[_OWNER].counts and torch._C._current_graph_task_id() == -1:

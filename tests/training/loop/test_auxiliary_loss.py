@@ -73,6 +73,18 @@ def test_trajectory_is_that_of_one_process(world: int, stage: int, accumulation:
         assert_equal(found, wanted)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize(("world", "stage", "accumulation"), [(2, 1, 2), (4, 3, 1)])
+def test_divided_experts_are_balanced_in_each_micro_batch(
+    world: int, stage: int, accumulation: int, tmp_path: Any
+) -> None:
+    arguments = {**sizes(world, accumulation), "zero_stage": stage}
+    wanted = reference("mixtral", arguments["per_device_train_batch_size"])
+    for found in run(tmp_path, world, expert_parallel_size=2, self_test="never", **arguments):
+        assert_equal(found, wanted)
+    assert distances(wanted, reference("mixtral", 1))["losses"] > 1e-4  # another micro-batch has another term
+
+
 class TakesTheSum(Trainer):
     """Negative control: what the model returns is taken for a part of a sum, as in transformers."""
 
