@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -76,7 +75,7 @@ class _Kept:
         self._arrays: list[tuple[Any, Any]] = []
         self._large: list[tuple[torch.Tensor, int]] = []
         self._random: list[tuple[Callable[[Any], object], Any]] = []
-        self._iterators: list[tuple[Any, str, Any]] = []
+        self._iterators: list[_Replayed] = []
         self._room = _ROOM
         self._cells: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
@@ -125,12 +124,10 @@ class _Kept:
         return fits
 
     def _keep_iterators(self, owner: Any, own: Mapping[str, Any]) -> None:
-        """Let ``owner`` read copies of its iterators, which buffer what was read."""
         for name, value in own.items():
             if isinstance(value, Iterator) and not (_is_of_script(value) or hasattr(value, "read")):  # no files
-                used, kept = itertools.tee(value)
-                setattr(owner, name, used)
-                self._iterators.append((owner, name, kept))
+                self._iterators.append(_Replayed(owner, name, value))
+                setattr(owner, name, self._iterators[-1])
 
     def _keep_container(self, value: Any) -> None:
         entries = value.values() if isinstance(value, Mapping) else value
@@ -195,13 +192,47 @@ class _Kept:
                 array[...] = numbers
         for put_back, state in self._random:
             put_back(state)
-        for owner, name, kept in self._iterators:
-            setattr(owner, name, kept)
+        for iterator in self._iterators:
+            iterator.replay()
         if changed := [tensor.numel() for tensor, version in self._large if tensor._version != version]:
             logger.warning(_TOO_LARGE, ", ".join(f"{size:,}" for size in changed))
         for cell, value in self._cells:
             if cell.cell_contents is not value and _is_plain(value):
                 cell.cell_contents = value
+
+
+class _Replayed(Iterator[Any]):
+    """Stands for an iterator in an attribute: records what is read, gives that once more, and puts the iterator back.
+
+    While it records it has none of its other methods: what ``send`` or ``close`` do to a generator stays done.
+    """
+
+    def __init__(self, owner: Any, name: str, source: Iterator[Any]) -> None:
+        self._owner, self._name, self._source = owner, name, source
+        self._read: deque[Any] = deque()
+        self._records = True
+
+    def replay(self) -> None:
+        """Give what was read once more."""
+        self._records = False
+        while isinstance(self._source, _Replayed) and not (self._source._records or self._source._read):
+            self._source = self._source._source
+        setattr(self._owner, self._name, self if self._read else self._source)
+
+    def __next__(self) -> Any:
+        if self._records:
+            self._read.append(next(self._source))
+            return self._read[-1]
+        if not self._read:  # of a script that holds this object
+            return next(self._source)
+        if len(self._read) == 1 and getattr(self._owner, self._name, None) is self:
+            setattr(self._owner, self._name, self._source)
+        return self._read.popleft()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._records:
+            raise AttributeError(f"{name!r} of an iterator whose items are recorded")
+        return getattr(self._source, name)
 
 
 def _restore_names(owner: Any, before: dict[str, Any], names: set[str], deep: bool) -> None:

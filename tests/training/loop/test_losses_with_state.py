@@ -125,6 +125,28 @@ def test_what_a_loss_keeps_is_as_before(name: str) -> None:
             assert same(one, other)
 
 
+def echoes() -> Iterator[Any]:
+    given = None
+    while True:
+        given = yield given
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+def test_an_iterator_is_the_own_object_again(reads: int) -> None:
+    """A generator is more than what it gives: a script sends to it and closes it."""
+    script = Script("generator function")
+    generator = script.kept = echoes()
+    script.use = lambda it: [next(it) for _ in range(reads)]
+    measure(script, nn.Linear(4, 4))
+    measure(script, nn.Linear(4, 4))
+    for _ in range(10 * reads):  # what was read comes once more
+        assert next(script.kept) is None
+    assert script.kept is generator or not reads
+    assert reads == 0 or script.kept.send(3) == 3
+    script.kept.close()
+    assert list(generator) == []
+
+
 def test_what_is_too_large_to_be_put_back_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
