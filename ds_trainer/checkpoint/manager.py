@@ -46,9 +46,9 @@ class CheckpointManager:
     """Writes and reads the checkpoints of one run.
 
     Args:
-        output_dir: the parent of the ``checkpoint-N`` directories.
+        directory: that of the ``checkpoint-N`` directories.
         engine: whose state is saved.
-        writer_group: the ranks that share ``output_dir``.
+        writer_group: the ranks that share it.
         retention: which checkpoints are kept.
         arguments: identifies the training arguments (:func:`ds_trainer.checkpoint.protocol.manifest.arguments_digest`).
         model: the model's files in each checkpoint; None for checkpoints without a model.
@@ -58,7 +58,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        output_dir: Path,
+        directory: CheckpointDirectory,
         engine: TrainingEngine,
         writer_group: WriterGroup,
         retention: Retention | None = None,
@@ -67,7 +67,7 @@ class CheckpointManager:
         frozen: FrozenFiles | None = None,
         base: BaseDigest | None = None,
     ) -> None:
-        self.directory = CheckpointDirectory(output_dir)
+        self.directory = directory
         self.engine = engine
         self.writer_group = writer_group
         self.retention = retention or Retention()

@@ -27,6 +27,7 @@ from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from ds_trainer.data.stream import StreamResume
@@ -163,9 +164,11 @@ def warn_of_readers(stream: Any, order: StreamOrder, replicas: int, setting: int
             "stream_shards='own'; a map-style dataset reads only what a rank trains on."
         )
     elif setting is None:
-        remedy = f"It has {available} shards: with stream_shards='auto' each replica reads its own."
+        remedy = f"It has {counted(available, 'shard')}: with stream_shards='auto' each replica reads its own."
     else:
-        remedy = f"It has {available} shards for {replicas} replicas: a multiple of {replicas} could be divided."
+        remedy = (
+            f"It has {counted(available, 'shard')} for {replicas} replicas: a multiple of {replicas} could be divided."
+        )
     logger.warning(
         "Each sample of the %s is read by %d replicas and used by one. %s", type(stream).__name__, readers, remedy
     )

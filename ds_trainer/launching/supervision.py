@@ -204,17 +204,18 @@ class Supervisor:
     def _end(self, launcher_code: int) -> AttemptEnd:
         outcomes = read_outcomes(self.attempt.outcome_dir)  # again: a wrapper may correct what its rank has recorded
         end = job_end(self.attempt.outcome_dir, launcher_code, outcomes, len(self.expected))
+        missing = sorted(set(self.expected) - set(outcomes))
+        if missing:  # the launcher may have ended the others for it
+            of_all = f"{len(missing)} of {counted(len(self.expected), 'rank')}"
+            print_message(
+                f"rank {listed(missing, 8)} recorded no outcome ({of_all}): "
+                f"it was killed, or the process that watches it; the launcher ended with {_shown(launcher_code)}."
+            )
         # The cause comes first: ranks that end for another one may be faster.
         ended = sorted(outcomes.values(), key=lambda outcome: (outcome.rank != end.rank, outcome.time))
         for outcome in ended[:8]:
             if outcome.code != DONE:
                 print_message(f"{outcome}.")
-        missing = sorted(set(self.expected) - set(outcomes))
-        if missing:
-            print_message(
-                f"the launcher ended with {_shown(launcher_code)}; {len(missing)} of "
-                f"{counted(len(self.expected), 'rank')} recorded no outcome ({listed(missing, 8)})."
-            )
         errors = ((outcome.rank, read_error(self.attempt.outcome_dir, outcome.rank)) for outcome in ended)
         rank, error = (end.rank, end.error) if end.error else next((entry for entry in errors if entry[1]), (None, ""))
         if error:  # the cause, as the last line

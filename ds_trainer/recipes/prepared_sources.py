@@ -116,7 +116,7 @@ def prepare_sources(
             raise
         if not any(True for source in sources for _ in source.read(BadLines("skip"))):
             names = listed(file.path.name for source in sources for file in source.files)
-            raise ConfigError(f"{sources[0].key}: {names}: there are no records in it.") from error
+            raise ConfigError(f"{names}: there are no records in it.") from error
         raise ConfigError(
             f"data.held_out takes all of the records ({split.portion:.3g} of them are wanted). Equal "
             "records are on the same side; give a smaller share, or a number of samples."

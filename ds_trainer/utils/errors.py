@@ -117,8 +117,8 @@ def _sentence(group: _Group) -> str:
     lines = f" ({unit} {', '.join(group.numbers)}{more})"
     what, stop, remedy = group.reason.partition(". ")
     alike = "" if group.same else f" like {unit[:-1]} {group.numbers[0]}"
-    end = "" if (stop or what.endswith("?")) else "."
     what = what if stop else what.rstrip(".")
+    end = "" if (remedy or what).endswith(("?", ".")) else "."
     return f"{place['file']}: {group.count:,} {unit}{alike}: {what}{lines}{stop}{remedy}{end}"
 
 

@@ -234,6 +234,12 @@ def _with_exit_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     def gives_exit_code(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _exit_code
         hook(kind, error, trace)
+        if _watch is not None and not _watch.aborted and _is_broken_connection(error):  # outside of a section
+            try:
+                _handle_failure(_watch, error)
+            except PeerFailure as failure:
+                error = failure
+                _print(str(failure).removesuffix("."))
         _exit_code = code_of(error)
         if _exit_code != FAILED:
             raise SystemExit(_exit_code)

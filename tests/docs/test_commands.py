@@ -53,7 +53,12 @@ BEFORE = {
     "docs/how-to/run-unchanged-scripts.md": "cp script.py train.py",
 }
 # What a command answers that does not end with 0.
-CODES: dict[str, int] = {}
+CODES = {
+    "ds-trainer plan Llama-3.1-70B/ --seq-len 8K --global-batch 128 --host-memory 1000 --offload-to cpu | head -12": 3,
+}
+
+
+_COMMAND = re.compile(r"^(ds-trainer|torchrun|deepspeed|python|pip|sbatch|srun|launch/\S+) ", re.MULTILINE)
 
 
 class Block(NamedTuple):
@@ -78,9 +83,12 @@ def blocks() -> list[Block]:
     found = []
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
-        for match in re.finditer(r"^ *```(?:bash|sh|shell|console)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
-            line = text[: match.start()].count("\n") + 1
-            found.append(Block(str(path.relative_to(ROOT)), line, commands_of(match[1])))
+        for match in re.finditer(r"^ *```(\w*)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+            line, words = text[: match.start()].count("\n") + 1, match[2]
+            if match[1] not in ("bash", "sh", "shell", "console"):  # what a program prints, and perhaps its command
+                assert not _COMMAND.search(words), f"{path}:{line} has commands without a prompt in a block of text"
+                words = "\n".join(re.findall(r"^ *\$ .*", words, re.MULTILINE))
+            found += [Block(str(path.relative_to(ROOT)), line, commands_of(words))] if words else []
     return found
 
 

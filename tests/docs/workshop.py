@@ -24,7 +24,7 @@ _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
 _70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 _RECIPE = """\
 model: {path: NAME}
-data: {train: chats.jsonl, held_out: 2, max_length: 64}
+data: {train: [chats.jsonl, faq.jsonl], held_out: 2, max_length: 64}
 arguments: {output_dir: runs/my, max_steps: 2, per_device_train_batch_size: 2, save_steps: 1, learning_rate: 1.0e-3}
 """
 _RUNS = """\
@@ -64,11 +64,11 @@ if __name__ == "__main__":
 def make_workshop(path: Path, shell: Shell) -> Path:
     """Write the files to ``path``, which does not exist, and the runs that pages name with ``shell``; returns it."""
     path.mkdir()
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]}
-        for n in range(240)
-    ]
-    for name in ("chats.jsonl", "conversations.jsonl"):
+    for name in ("chats.jsonl", "conversations.jsonl", "faq.jsonl"):
+        rows = [
+            {"messages": [{"role": "user", "content": f"{n}{name[0]}?"}, {"role": "assistant", "content": f"{n}!"}]}
+            for n in range(240)
+        ]
         (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "question.txt").write_text("What is ZeRO?\n")
     for name, sizes in (("Llama-3.1-8B", _8B), ("Llama-3.1-70B", _70B)):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.checkpoint.protocol.checkpoint_directory import HOW_TO_RESUME
 from ds_trainer.recipes.data_spec import DataSpec
 from ds_trainer.recipes.recipe import ModelSpec, Recipe, ReportSpec, load_recipe
 from ds_trainer.utils.errors import ConfigError
@@ -106,6 +107,11 @@ def test_overrides_replace_values_by_type(write: Write) -> None:
 
 def test_a_negative_number_is_a_value(write: Write) -> None:
     assert load_recipe(write(GOOD), ["--arguments.max_steps", "-1"]).arguments["max_steps"] == -1
+
+
+def test_the_options_that_messages_name_are_accepted(write: Write) -> None:
+    (words,) = re.findall(r"\(of a recipe: ([^)]*)\)", HOW_TO_RESUME)
+    assert load_recipe(write(GOOD), words.split()).arguments["auto_resume"] is True
 
 
 def test_an_override_can_unset_a_value(write: Write) -> None:

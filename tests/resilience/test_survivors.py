@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +80,7 @@ def lost(where: str, stage: int, folder: str) -> None:
     os.environ[outcomes.VARIABLE] = folder
     rank, victim = distributed.rank(), distributed.world_size() - 1  # a rank that leaves its group forgets them
     trainer = make(f"{folder}/run", save_steps=2, zero_stage=stage, per_device_train_batch_size=1)
-    if rank == victim:
+    if rank == victim and where != "after":
         trainer.add_callback(DiesIn(where))
 
     def note(reason: str) -> None:
@@ -89,14 +92,33 @@ def lost(where: str, stage: int, folder: str) -> None:
     try:
         with failures.before_exit(note):
             trainer.train()
+        if where == "after" and rank == victim:
+            die()
+        trainer.accelerator.wait_for_everyone()
     except BaseException as error:
-        note(f"{type(error).__name__}: {error}")
+        note(f"{type(error).__name__}: {error}" if where != "after" else printed(error))
         raise
+
+
+def printed(error: BaseException) -> str:
+    """What a script prints that this error ends, which none of this package's methods has seen."""
+    with contextlib.redirect_stderr(io.StringIO()) as stream, contextlib.suppress(SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
     ("ranks", "where", "stage"),
-    [(2, "forward", 1), (4, "forward", 3), (2, "backward", 3), (4, "backward", 1), (2, "save", 1), (4, "save", 1)],
+    [
+        (2, "forward", 1),
+        (4, "forward", 3),
+        (2, "backward", 3),
+        (4, "backward", 1),
+        (2, "save", 1),
+        (4, "save", 1),
+        (2, "after", 1),
+        (4, "after", 3),
+    ],
 )
 def test_survivors_name_the_rank_that_was_killed(ranks: int, where: str, stage: int, tmp_path: Path) -> None:
     """And none of them looks like the one that failed, to a person or to the launcher."""

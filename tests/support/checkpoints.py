@@ -80,9 +80,9 @@ def shared_of(content: bytes) -> list[SharedFile]:
     return [SharedFile(SHARED, len(content), content[:HEADER_SIZE])]
 
 
-def save(output_dir: Path, step: int, retention: Retention | None = None, run: int = 0) -> Path:
+def save(where: Path | CheckpointDirectory, step: int, retention: Retention | None = None, run: int = 0) -> Path:
     """Write ``checkpoint-<step>`` as a run of one rank does."""
-    directory = CheckpointDirectory(output_dir)
+    directory = where if isinstance(where, CheckpointDirectory) else CheckpointDirectory(where)
     content = bytes_of(step, SHARED, run)
     file = SharedFileWriter("rank_00001.safetensors", bytes_of(step, "rank_00001.safetensors", run), content)
     files = [*files_of(step, run), file]

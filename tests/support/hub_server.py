@@ -57,6 +57,9 @@ class _Failure:
 class HubServer:
     """The server; see the module. A context manager.
 
+    Args:
+        address: where it listens.
+
     Attributes:
         url: what ``HF_ENDPOINT`` would be.
         requests: ``"METHOD /path"`` of every request, in the order of arrival.
@@ -65,7 +68,7 @@ class HubServer:
         cut: called with every request; whether its connection ends before anything is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
@@ -77,9 +80,9 @@ class HubServer:
         self._failures: list[_Failure] = []
         self._held: list[tuple[str, threading.Event, threading.Event]] = []
         handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer((address, 0), handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://{address}:{self._server.server_address[1]}"
 
     def __enter__(self) -> HubServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -134,7 +137,7 @@ class HubServer:
             if found is not None:
                 found[1].set()
         if found is not None:
-            found[2].wait(60)
+            found[2].wait(300)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from ds_trainer.checkpoint.shards.shard_content import ShardContent
 from ds_trainer.engine.state.state_shards import StateShard
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.units import counted
 
 _FILE_BYTES = 2**30  # bytes of state shards per file
 _ADAM = {"exp_avg", "exp_avg_sq", "step"}
@@ -279,7 +280,7 @@ def _random_states(checkpoint: ConvertibleCheckpoint, trusted: bool, notes: list
         }
         yield InMemoryFile.of(f"random_state_rank{rank}.pt", random_state)
     if paths:
-        notes.append(f"random states of {len(paths)} ranks")
+        notes.append(f"random states of {counted(len(paths), 'rank')}")
     else:
         notes.append("NOT converted: random states (the checkpoint has none). They are set from the seed")
 

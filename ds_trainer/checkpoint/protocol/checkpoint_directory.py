@@ -13,9 +13,11 @@ A killed process leaves one of the three hidden names behind; :meth:`CheckpointD
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +33,10 @@ from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
 
-HOW_TO_RESUME = "call train(resume_from_checkpoint=True), or add --auto_resume True to the command"
+HOW_TO_RESUME = (
+    "call train(resume_from_checkpoint=True), or add --auto_resume True (of a recipe: --arguments.auto_resume True) to "
+    "the command"
+)
 """For messages. The Trainer reads ``auto_resume``; what ``--resume_from_checkpoint`` does is up to the script."""
 
 POINTER = "latest"
@@ -79,6 +84,18 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._pinned: int | None = None
+
+    def pin(self) -> None:
+        """Remember the directory itself: once another one has its name, :meth:`begin` fails, and nothing is removed."""
+        self._pinned = os.open(self.path, os.O_RDONLY)
+        self._unpin = weakref.finalize(self, os.close, self._pinned)
+
+    def unpin(self) -> None:
+        """Forget it."""
+        if self._pinned is not None:
+            self._pinned = None
+            self._unpin()
 
     def entries(self) -> list[Entry]:
         """Returns all checkpoints: damaged ones first, then the others in the order in which they were written."""
@@ -111,8 +128,11 @@ class CheckpointDirectory:
         """Creates and returns a hidden directory to write the checkpoint of ``step`` into.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: it cannot be created, or the directory is not the one that :meth:`pin` has seen.
         """
+        if self._pinned is not None and not os.path.samestat(os.fstat(self._pinned), self.path.stat()):
+            text = "another directory has this name since the training began; move it away, or stop and resume"
+            raise OSError(errno.ESTALE, text, str(self.path))
         partial = self._hidden(checkpoint_name(step), "partial")
         disk.make_directory(partial)
         return partial

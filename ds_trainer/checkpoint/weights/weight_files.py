@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from ds_trainer.utils.files import flush, parse_json, write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # what a save writes, and the next one replaces
 _CHUNK = 16 * 2**20  # bytes per read or write
 
 
@@ -113,8 +115,9 @@ def write_weight_files(
         write_json(directory / INDEX_FILE, index_of(names, files))
     else:
         (directory / INDEX_FILE).unlink(missing_ok=True)
-    for stale in {path for path in directory.glob("model*.safetensors")} - {directory / name for name in names}:
-        stale.unlink()
+    for stale in list(directory.glob("model*.safetensors")):
+        if WEIGHTS.fullmatch(stale.name) and stale.name not in names:
+            stale.unlink()
 
 
 def index_of(names: Sequence[str], files: Sequence[Sequence[WeightSpec]]) -> dict[str, Any]:

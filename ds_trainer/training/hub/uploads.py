@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
@@ -10,26 +9,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.checkpoint.weights.weight_files import WEIGHTS
 from ds_trainer.training.hub.client import Repository, with_retries
+from ds_trainer.utils.files import new_partial
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.threads import new_executor
 
 logger = get_logger(__name__)
 
 # Model files that a commit removes if it does not replace them, so that a repository never holds files of two models.
-_MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model*")
+_MODEL_FILES = re.compile(r"((pytorch_|adapter_)?model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 _FAILED = "%s Training continues, and the next push sends everything again."
 
-FOLDER = ".hub_push"
+FOLDER = "hub_push"  # hidden: .hub_push.HOST.PROCESS..., since another process may push from the same directory
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # The pointer names a checkpoint of this directory; the others are about this machine.
 _LEFT_OUT = ("latest", "run_history.jsonl", "run_history.previous.jsonl", "report.html", "report.json")
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # written under another name, then renamed
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,9 @@ class Uploads:
     """
 
     def __init__(self, output_dir: Path) -> None:
-        self._root = output_dir / FOLDER
-        self._numbers = itertools.count()
+        self._output_dir = output_dir
         self._pending: list[Future[Any]] = []
         self._worker: ThreadPoolExecutor | None = None
-        if self._root.is_symlink():  # nothing is staged where it points
-            self._root.unlink()
-        shutil.rmtree(self._root, ignore_errors=True)  # left by a process that was killed
 
     @property
     def busy(self) -> bool:
@@ -90,9 +85,8 @@ class Uploads:
         Raises:
             OSError: files cannot be staged.
         """
-        staged = self._root / str(next(self._numbers))
+        staged = new_partial(self._output_dir / FOLDER)
         try:
-            staged.mkdir(parents=True)
             commits = prepare(staged)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -123,17 +117,17 @@ class Uploads:
             raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-            if self._root.is_dir() and not any(self._root.iterdir()):
-                self._root.rmdir()
 
 
 def _send(commit: Commit, repository: Repository, revision: str | None) -> Any:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+    # Listed once: what disappears between two attempts is an error, and never a reason to remove it from the Hub.
+    files = [path for path in sorted(commit.folder.rglob("*")) if path.is_file()]
+    prefix = f"{commit.path_in_repo}/" if commit.path_in_repo else ""
+    sent = {prefix + path.relative_to(commit.folder).as_posix(): path for path in files}
+
     def attempt() -> Any:
-        files = [path for path in sorted(commit.folder.rglob("*")) if path.is_file()]
-        prefix = f"{commit.path_in_repo}/" if commit.path_in_repo else ""
-        sent = {prefix + path.relative_to(commit.folder).as_posix(): path for path in files}
         present = repository.api.list_repo_files(repository.id, revision=revision)
         stale = [name for name in present if name not in sent and _is_replaced(name, prefix)]
         return repository.api.create_commit(
@@ -152,7 +146,7 @@ def _send(commit: Commit, repository: Repository, revision: str | None) -> Any:
 def _is_replaced(name: str, prefix: str) -> bool:
     if prefix:
         return name.startswith(prefix)
-    return any(fnmatch(name, pattern) for pattern in _MODEL_FILES) and "/" not in name
+    return bool(_MODEL_FILES.fullmatch(name))
 
 
 @contextmanager
@@ -181,7 +175,7 @@ def stage_model(output_dir: Path, target: Path) -> Path:
     The record of the run and its report stay here too: they name paths, hosts and commands.
     """
     for path in _files(output_dir, leave_out_checkpoints=True):
-        _stage(path, target / path.relative_to(output_dir), link=bool(_WEIGHTS.fullmatch(path.name)))
+        _stage(path, target / path.relative_to(output_dir), link=bool(WEIGHTS.fullmatch(path.name)))
     return target
 
 

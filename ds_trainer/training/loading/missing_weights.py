@@ -10,6 +10,7 @@ from pathlib import Path
 from ds_trainer.checkpoint.loading.file_weights import ShapeMismatch
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
 
@@ -44,9 +45,10 @@ def check_missing_weights(
     if rejected:
         names = listed(_with_nearest(rejected, unexpected), _MAX_NAMES)
         problems.append(
-            f"{where} has no weights for {len(rejected)} tensors of {model_class}: {names}. If they are new, such as a "
-            f"head for another task, pass {_suggested_argument(rejected)} to initialize them. Otherwise the directory "
-            f"belongs to another model, or auto_class or key_mapping is wrong.{_unmatched(allow_new_weights, missing)}"
+            f"{where} has no weights for {counted(len(rejected), 'tensor')} of {model_class}: {names}. If they are "
+            f"new, such as a head for another task, pass {_suggested_argument(rejected)} to initialize them. "
+            "Otherwise the directory belongs to another model, or auto_class or key_mapping is "
+            f"wrong.{_unmatched(allow_new_weights, missing)}"
         )
     if rejected_shapes:
         shapes = [str(differing[name]) for name in rejected_shapes]
@@ -59,8 +61,8 @@ def check_missing_weights(
         raise ConfigError(problems)
     if unexpected:
         logger.warning(
-            "%s contains %d tensors that %s does not have; they are ignored: %s.",
-            *(where, len(unexpected), model_class, listed(sorted(unexpected), _MAX_NAMES)),
+            "%s contains %s that %s does not have, ignored: %s.",
+            *(where, counted(len(unexpected), "tensor"), model_class, listed(sorted(unexpected), _MAX_NAMES)),
         )
     new = sorted({*missing, *differing})
     if new:

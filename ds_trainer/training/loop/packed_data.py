@@ -13,6 +13,7 @@ from ds_trainer.data.stream import is_stream
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from ds_trainer.data.packing.datasets import PackedDataset, PackedStream
@@ -81,9 +82,11 @@ class PackedData:
         if rows.summary.dropped:
             longer = int((counts > rows.summary.max_length).sum())
             logger.warning(
-                "packing: %d samples of %s are longer than max_length=%d and are truncated: %d tokens are dropped. "
+                "packing: %s longer than max_length=%d and truncated: %s dropped. "
                 "packing_strategy=cut, or a larger max_length, keeps them.",
-                *(longer, name, rows.summary.max_length, rows.summary.dropped),
+                counted(longer, f"sample of {name} is", f"samples of {name} are"),
+                rows.summary.max_length,
+                counted(rows.summary.dropped, "token is", "tokens are"),
             )
 
 

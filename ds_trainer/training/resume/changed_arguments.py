@@ -185,6 +185,7 @@ def finished(args: TrainingArguments, step: int, checkpoint: Path) -> list[str]:
         f"  Python        TrainingArguments(..., {name}={value}) and "
         f"train(resume_from_checkpoint={True if inside else repr(path)})",
         f"  command line  --{name} {value} {'--auto_resume True' if inside else f'--resume_from_checkpoint {path}'}",
+        *([f"  of a recipe   --arguments.{name} {value} --arguments.auto_resume True"] if inside else []),
     ]
 
 

@@ -369,7 +369,7 @@ class Checkpointer:
             Path(best) if best is not None else None,
         )
         return CheckpointManager(
-            output_dir=self._directory.path,
+            directory=self._directory.checkpoints,
             engine=run.engine,
             writer_group=self._directory.writer_group,
             retention=retention,

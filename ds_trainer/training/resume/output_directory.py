@@ -60,6 +60,7 @@ class OutputDirectory:
 
     Attributes:
         path: its path.
+        checkpoints: those in it.
         writer_group: the ranks that share it; set by :meth:`acquire`.
         first_generation: the generation of the first checkpoint of this training; checkpoints with a smaller one are of
             another training. Set by :meth:`acquire` on the leader. Clocks may be set back, generations are not.
@@ -67,6 +68,7 @@ class OutputDirectory:
 
     def __init__(self, args: TrainingArguments, resume: str | bool | None = None) -> None:
         self.path = Path(str(args.output_dir))
+        self.checkpoints = CheckpointDirectory(self.path)
         self._resumes = bool(resume)
         self._requested = find_checkpoint(resume, self.path) if resume else None
         self.writer_group: WriterGroup
@@ -106,10 +108,10 @@ class OutputDirectory:
                         f"training: {holder}. End that training, or choose another directory."
                     )
                 else:
-                    checkpoints = CheckpointDirectory(self.path)
-                    for action in checkpoints.tidy():
+                    self.checkpoints.pin()
+                    for action in self.checkpoints.tidy():
                         logger.info("%s: %s.", self.path, action)
-                    self.first_generation = checkpoints.next_generation()
+                    self.first_generation = self.checkpoints.next_generation()
             except ConfigError as error:
                 problem = str(error)
             except OSError as error:
@@ -122,6 +124,7 @@ class OutputDirectory:
     def release(self) -> None:
         """Unlock the directory, and remove the imported checkpoint."""
         self._remove_imported()
+        self.checkpoints.unpin()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -154,7 +157,7 @@ class OutputDirectory:
 
     def _has_checkpoints(self) -> bool:
         """Whether there is a checkpoint to resume from, damaged or not. Collective."""
-        here = self.writer_group.is_leader and CheckpointDirectory(self.path).has_checkpoints()
+        here = self.writer_group.is_leader and self.checkpoints.has_checkpoints()
         return bool(distributed.agree(torch.tensor([int(here)]))[0])
 
     def _check_new_run(self) -> None:
@@ -163,7 +166,7 @@ class OutputDirectory:
         Raises:
             ConfigError: a checkpoint there is of another program, or incomplete: it would not be replaced.
         """
-        entries = CheckpointDirectory(self.path).entries() if distributed.rank() == 0 else []
+        entries = self.checkpoints.entries() if distributed.rank() == 0 else []
         unknown = [e.problem for e in entries if e.manifest is None and (e.path / "trainer_state.json").is_file()]
         found = [str(entry.path.resolve()) for entry in entries if entry.manifest is not None]
         unknown, newest = distributed.broadcast_object((unknown, found[-1] if found else None))

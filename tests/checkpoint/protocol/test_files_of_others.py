@@ -19,6 +19,7 @@ import torch
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.checkpoint.protocol.checkpoint_directory import CheckpointDirectory
+from ds_trainer.checkpoint.protocol.checkpoint_save import SaveFailed
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint
 from ds_trainer.checkpoint.protocol.retention import Retention
 from ds_trainer.utils.errors import ConfigError
@@ -137,6 +138,33 @@ def test_a_run_touches_only_what_it_has_written(shape: Any, through: str, tmp_pa
     assert [entry.path.name for entry in CheckpointDirectory(path).entries() if entry.manifest] == ["checkpoint-8"]
     assert (run / "latest").read_text() == "checkpoint-8\n" and (tmp_path / "link").is_symlink()
     assert shape is not rename or (run / "best so far" / MANIFEST_FILE).exists()
+
+
+@pytest.mark.parametrize("by", ["link", "directory"])
+def test_another_directory_of_the_same_name_is_left_alone(by: str, tmp_path: Path) -> None:
+    """The output directory is exchanged between two saves of a training: that of another run keeps its checkpoints."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    for path in (run, other):
+        path.mkdir()
+        for step in (2, 4):
+            save(path, step)
+    mine = CheckpointDirectory(run)
+    mine.pin()
+    run.rename(tmp_path / "moved")
+    if by == "link":
+        run.symlink_to(other)
+    else:
+        other.rename(run)
+    before = files_in(run)
+    text = "failed to create a directory for it: OSError: .*another directory has this name since the training began"
+    with pytest.raises(SaveFailed, match=text) as error:
+        save(mine, 6, Retention(keep=1))
+    assert error.value.by_disk and files_in(run) == before
+    (run.unlink if by == "link" else partial(run.rename, other))()
+    (tmp_path / "moved").rename(run)  # the name is enough: a parent may be moved, or reached through a link
+    save(mine, 6, Retention(keep=1))
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
+    mine.unpin()
 
 
 MOUNTED = """

@@ -42,7 +42,13 @@ def arriving(files: list[list[WeightSpec]]) -> Iterator[tuple[str, torch.Tensor]
 @pytest.mark.parametrize("size", [1, 40, 10**6])
 def test_written_weights_are_read_back(size: int, tmp_path: Path) -> None:
     files = plan_files(PLANNED, size)
+    theirs = ["model_ema.safetensors", "model-best.safetensors", "model.fp16.safetensors", "models.safetensors"]
+    for name in [*theirs, "model-00001-of-00009.safetensors"]:  # the last one is of an earlier save
+        (tmp_path / name).write_bytes(b"")
     write_weight_files(tmp_path, files, arriving(files))
+    assert not (tmp_path / "model-00001-of-00009.safetensors").exists()
+    for name in theirs:
+        (tmp_path / name).unlink()
     found: dict[str, torch.Tensor] = {}
     for path in tmp_path.glob("*.safetensors"):
         found.update(load_file(path))

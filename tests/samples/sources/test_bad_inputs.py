@@ -123,6 +123,7 @@ TABLES = [
     ("x.jsonl", b'[\n{"text": "a"}\n]', "x.jsonl:1: a JSON value over several lines; name the file .json"),
     ("x.jsonl", b'{\n"text": "a"\n}', "x.jsonl:1: a JSON value over several lines; name the file .json"),
     ("x.jsonl", b'{"a": 1}\n', "x.jsonl:1: no known format; its keys are 'a'"),
+    ("x.jsonl", b'{"a": 1}\n' * 2, "or set text_key. Correct them, or set data.bad_lines"),
     ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "x.jsonl.gz: cannot be read: EOFError"),
     ("x.jsonl.gz", b"text", "x.jsonl.gz: cannot be read: BadGzipFile"),
     ("x.jsonl.xz", b"text", "x.jsonl.xz: cannot be read: LZMAError"),

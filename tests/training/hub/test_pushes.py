@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -19,7 +20,8 @@ from ds_trainer import TrainerCallback
 from ds_trainer.training.hub import uploads
 from ds_trainer.training.hub.client import HubError
 from ds_trainer.utils.errors import ConfigError
-from tests.support.hub_server import TOKEN, HubServer
+from tests.support.hub_server import TOKEN, HubServer, pointed_at
+from tests.support.pool import pool
 from tests.training.hub.support import NAME, AtStep, make_trainer, run, wait_for
 
 MODEL = {"README.md", "model.safetensors", "training_args.json", "ds_config.json"}
@@ -59,7 +61,7 @@ def test_each_hub_strategy_pushes_its_files(hub: HubServer, tmp_path: Path, stra
             assert {f"{folder}/{name}" for name in CHECKPOINT} <= nested
     local = (tmp_path / "run" / "model.safetensors").read_bytes()
     assert files["model.safetensors"] == local
-    assert not (tmp_path / "run" / uploads.FOLDER).exists()
+    assert not list((tmp_path / "run").glob(f".{uploads.FOLDER}*"))
 
 
 def test_commits_of_epoch_saves_name_the_epoch(hub: HubServer, tmp_path: Path) -> None:
@@ -207,8 +209,9 @@ def test_push_to_hub_can_be_called_before_training(hub: HubServer, tmp_path: Pat
     assert trainer.hub_model_id == NAME and pushed_steps == [0]
     assert info.commit_url.startswith(f"{hub.url}/{NAME}/commit/")
     branch = hub.repositories[NAME].branches["main"]
-    branch["model-00001-of-00002.safetensors"] = b"of an earlier model"
-    others = {name: b"of a person" for name in ("handler.py", "data/model.csv", "logo.png")}
+    branch["model-00001-of-00002.safetensors"] = branch["pytorch_model.bin.index.json"] = b"of an earlier model"
+    beside = ("model_ema.safetensors", "model.fp16.safetensors", "model-best.safetensors", "pytorch_model_ema.bin")
+    others = {name: b"of a person" for name in ("handler.py", "data/model.csv", "logo.png", *beside)}
     branch.update(others)
     _, release = hub.hold("/commit/")
     future = trainer.push_to_hub("Once more", blocking=False, license="mit")
@@ -292,7 +295,7 @@ def test_permanent_errors_end_the_retries(hub: HubServer, tmp_path: Path) -> Non
     with pytest.raises(HubError, match="502"):
         trainer.push_to_hub()
     assert sum("/commit/" in request for request in hub.requests) == 3
-    assert not (tmp_path / "run" / uploads.FOLDER).exists()
+    assert not list((tmp_path / "run").glob(f".{uploads.FOLDER}*"))
 
 
 def test_a_process_waits_for_its_push_before_it_exits(hub: HubServer, tmp_path: Path) -> None:
@@ -332,8 +335,52 @@ def test_files_that_are_never_modified_in_place_are_linked(tmp_path: Path) -> No
     assert os.path.samefile(staged / "state.pt", source / "checkpoint-3" / "state.pt")
 
 
-def test_files_staged_by_a_killed_process_are_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / uploads.FOLDER / "0" / "model"
+def push_here(url: str, folder: str, step: int) -> None:
+    """Push from an output directory, without a training, weights that this process has trained elsewhere."""
+    with pointed_at(url):
+        trainer = make_trainer(Path(folder, "other"), max_steps=step, push_to_hub=False)
+        trainer.train()
+        for name in ("push_to_hub", "output_dir"):
+            setattr(trainer.args, name, {"push_to_hub": True, "output_dir": str(Path(folder, "run"))}[name])
+        trainer.push_to_hub("from another process")
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize("held", ["/preupload/", "PUT /storage/", "/commit/"])
+def test_two_processes_push_from_one_directory(hub: HubServer, tmp_path: Path, held: str) -> None:
+    """The second begins and ends while the first is under way: neither takes the other's files away."""
+    pool(1).run(os.getpid)  # started before anything waits for it
+    arrived, release = hub.hold(held)
+    run(tmp_path, push_to_hub=False)
+    first = make_trainer(tmp_path, hub_strategy="end", save_strategy="no")
+    push = first.push_to_hub("the first", blocking=False)
+    assert arrived.wait(60)
+    pool(1).run(push_here, hub.url, str(tmp_path), 1)
+    assert hub.messages() == ["from another process"]
+    release.set()
+    push.result(60)
+    assert hub.messages() == ["from another process", "the first"]
+    assert set(hub.files(NAME)) >= MODEL
+    for commit in hub.commits:
+        assert not commit.deleted
+        load_weights(commit.added["model.safetensors"])
+    assert not list((tmp_path / "run").glob(f".{uploads.FOLDER}*"))
+
+
+@pytest.mark.parametrize(("owner", "left"), [("dead", False), ("alive", True), ("elsewhere", True)])
+def test_files_staged_by_a_killed_process_are_removed(owner: str, left: bool, tmp_path: Path) -> None:
+    """But not those of one that lives, or may."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = "another" if owner == "elsewhere" else socket.gethostname()
+    process = os.getppid() if owner == "alive" else ended.pid
+    leftover = tmp_path / f".{uploads.FOLDER}.{host}.{process}.0123abcd.partial" / "model"
     leftover.mkdir(parents=True)
-    uploads.Uploads(tmp_path)
-    assert not (tmp_path / uploads.FOLDER).exists()
+
+    class Failing:
+        def use_branch(self, revision: str | None) -> None:
+            raise HubError("no connection")
+
+    push = uploads.Uploads(tmp_path).begin(lambda staged: [], Failing(), None)  # type: ignore[arg-type]
+    assert isinstance(push.exception(60), HubError)
+    assert leftover.exists() is left and len(list(tmp_path.iterdir())) == left

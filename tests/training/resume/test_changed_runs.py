@@ -343,6 +343,7 @@ def test_a_finished_run_says_how_to_continue(name: str, longer: int, tmp_path: P
     assert f"The run is finished after {found.step} steps ({name}={length}, argument)" in found.text
     assert f"{name}={longer}) and train(resume_from_checkpoint=True)" in found.text
     assert f"--{name} {longer} --auto_resume True" in found.text
+    assert f"--arguments.{name} {longer} --arguments.auto_resume True" in found.text
     (continued,) = ran(1, tmp_path, True, **{name: longer})
     assert continued.step > found.step and continued.metrics["train_loss"] > 0
 
@@ -354,7 +355,7 @@ def test_a_new_run_beside_a_checkpoint_says_so(tmp_path: Path, caplog: pytest.Lo
     trainer.train()
     trainer.engine.close()
     assert f"This run begins at step 0 although {tmp_path / 'checkpoint-2'} is there" in caplog.text
-    assert "call train(resume_from_checkpoint=True), or add --auto_resume True to the command" in caplog.text
+    assert "call train(resume_from_checkpoint=True), or add --auto_resume True (of a recipe: --arg" in caplog.text
     caplog.clear()
     run(str(tmp_path), max_steps=3, auto_resume=True)
     assert "begins at step 0" not in caplog.text

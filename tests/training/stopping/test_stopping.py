@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.checkpoint.protocol.checkpoint_directory import list_checkpoints
+from ds_trainer.checkpoint.protocol.checkpoint_directory import HOW_TO_RESUME, list_checkpoints
 from ds_trainer.checkpoint.protocol.manifest import Manifest
 from ds_trainer.training.stopping import stop_controller
 from ds_trainer.training.stopping.stop_controller import JOB_STOP_FILE, TrainingStopped
@@ -113,7 +113,7 @@ def stop_message(output_dir: str, **more: Any) -> str:
 @pytest.mark.parametrize(
     ("more", "ending"),
     [
-        ({}, "To resume, call train(resume_from_checkpoint=True), or add --auto_resume True to the command."),
+        ({}, f"To resume, {HOW_TO_RESUME}."),
         ({"auto_resume": True}, "To resume, start the same command again."),
         ({"save_only_model": True, "enable_jit_checkpoint": True}, "no restart requested."),
     ],
@@ -248,7 +248,7 @@ def test_the_exit_code_of_a_process(tmp_path: Path) -> None:
     (kept,) = list_checkpoints(tmp_path / "out")
     assert process.returncode == 75
     assert "not stopped" not in output
-    advice = "To resume, call train(resume_from_checkpoint=True), or add --auto_resume True to the command."
+    advice = f"To resume, {HOW_TO_RESUME}."
     assert f"{kept} is complete. Exit code 75: restart the job. {advice}" in output
     assert json.loads((kept / "trainer_state.json").read_text())["global_step"] == Manifest.read(kept).step
 
