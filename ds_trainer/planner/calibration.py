@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_trainer.planner.activations.probed import Probe
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.planned_model import PlannedModel
-from ds_trainer.planner.search import Goal
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import read_json, user_cache, write_json
+
+if TYPE_CHECKING:
+    from ds_trainer.planner.search import Goal
 
 VERSION = 1
 Entry = TypeVar("Entry")

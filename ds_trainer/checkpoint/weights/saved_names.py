@@ -13,15 +13,16 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ds_trainer.checkpoint.weights.element_tracer import ElementTracer, TracedTensor
-from ds_trainer.checkpoint.weights.strided_views import StridedView, coalesced, contiguous_strides
 from ds_trainer.checkpoint.weights.weight_files import Section, WeightSpec
+
+if TYPE_CHECKING:
+    from ds_trainer.checkpoint.weights.element_tracer import TracedTensor
 
 _cache: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, WeightSpec], list[Section]]] = WeakKeyDictionary()
 
@@ -101,6 +102,8 @@ class _SavedGroup(NamedTuple):
         if self.converter is None:
             (weight,) = self.tensors
             return [Section((weight,), (weight._replace(name=self.name),))]
+        from ds_trainer.checkpoint.weights.element_tracer import ElementTracer
+
         converter, tracer = copy.deepcopy(self.converter), ElementTracer()
         by_name = {weight.name: weight for weight in self.tensors}
         for pattern, weight in zip(self.patterns, self.tensors, strict=True):
@@ -221,6 +224,8 @@ def _aligned_sections(tensors: Mapping[str, WeightSpec], entries: Mapping[str, T
 
 
 def _runs(name: str, entry: TracedTensor) -> Iterator[_ElementRun]:
+    from ds_trainer.checkpoint.weights.strided_views import StridedView, coalesced, contiguous_strides
+
     strides = contiguous_strides(entry.shape)
     for source, (origin, view) in entry.parts:
         start = sum(first * stride for first, stride in zip(origin, strides, strict=True))

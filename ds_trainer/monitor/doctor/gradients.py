@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,15 +17,6 @@ from ds_trainer.arguments.enums import When
 from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.compiler import compile_config
-from ds_trainer.engine.self_test import (
-    ACCUMULATION,
-    MICRO_BATCH,
-    PARTITION,
-    WIDE,
-    WIDTH,
-    GradientReport,
-    check_gradient,
-)
 from ds_trainer.engine.weights import HALF_TYPES
 from ds_trainer.monitor.doctor.findings import Finding, Level
 from ds_trainer.monitor.doctor.library_changes import warn_of_changes
@@ -35,6 +26,9 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import user_cache, write_json
 from ds_trainer.utils.logging import CHECK, get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.engine.self_test import GradientReport
 
 logger = get_logger(__name__)
 
@@ -65,6 +59,8 @@ def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: 
 
     Offload and compression are left out, because they round.
     """
+    from ds_trainer.engine.self_test import ACCUMULATION, MICRO_BATCH, PARTITION, WIDTH
+
     chosen: dict[str, Any] = {"zero_allow_untested_optimizer": True, **compiled.select(_DECISIVE)}  # plain SGD
     if layout.tp > 1:
         chosen["tensor_parallel"] = {"partition_config": PARTITION}
@@ -97,6 +93,8 @@ def self_test_config(args: TrainingArguments, compiled: CompiledConfig, layout: 
 
 def run_self_test(args: TrainingArguments, compiled: CompiledConfig, layout: ParallelLayout) -> GradientReport:
     """Test the gradients of a run with ``args`` and its ``compiled`` configuration. Collective."""
+    from ds_trainer.engine.self_test import check_gradient
+
     layout = _tested_layout(layout)
     return check_gradient(self_test_config(args, compiled, layout), layout, args.device)
 
@@ -162,6 +160,8 @@ def self_test_once(args: TrainingArguments, compiled: CompiledConfig, layout: Pa
     )
     if not distributed.agree(torch.tensor([int(wanted)]))[0]:
         return None
+    from ds_trainer.engine.self_test import check_gradient
+
     config = config or self_test_config(args, compiled, layout)
     began = time.monotonic()
     dtype = HALF_TYPES.get(config.precision.compute, torch.float32)
@@ -202,6 +202,8 @@ def _tested_layout(layout: ParallelLayout) -> ParallelLayout:
     """Without sequence sharding if there is tensor parallelism; without that if the tiny model has too few features."""
     if layout.tp == 1:
         return layout
+    from ds_trainer.engine.self_test import WIDE
+
     return ParallelLayout(layout.world_size, tp=layout.tp if WIDE % layout.tp == 0 else 1, ep=layout.ep)
 
 

@@ -109,14 +109,14 @@ class Sampling:
 
     def sampler(self, plan: BatchPlan, samples: int, dp_rank: int) -> DistributedBatchSampler:
         """The sampler of replica ``dp_rank``."""
-        from ds_trainer.data.lengths import BalancedBatchSampler, GroupedByLength, RoughlySorted
-
         if self.order is not None:
             return in_order_of(self.order, plan, dp_rank, self.seed)
-        if self._lengths is not None and self.strategy == SamplingStrategy.BATCH_REBALANCE:
-            return BalancedBatchSampler(plan, self._lengths, dp_rank, self.seed)
         order = None
         if self._lengths is not None:
+            from ds_trainer.data.lengths import BalancedBatchSampler, GroupedByLength, RoughlySorted
+
+            if self.strategy == SamplingStrategy.BATCH_REBALANCE:
+                return BalancedBatchSampler(plan, self._lengths, dp_rank, self.seed)
             kind = RoughlySorted if self._sortish else GroupedByLength
             order = kind(self._lengths, plan.global_batch_size, self.seed)
         return DistributedBatchSampler(

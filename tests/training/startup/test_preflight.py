@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.engine import self_test
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.monitor.doctor import gradients, startup_checks, versions
 from ds_trainer.utils import distributed
@@ -107,19 +108,19 @@ def twice(output_dir: Path, cache: Path) -> list[bool]:
     before = dict(os.environ)
     os.environ.update(XDG_CACHE_HOME=str(cache), DS_TRAINER_SELF_TEST="auto")
     tested: list[bool] = []
-    original = gradients.check_gradient
+    original = self_test.check_gradient
 
     def noted(*given: Any) -> Any:
         tested[-1] = True
         return original(*given)
 
-    gradients.check_gradient = noted
+    self_test.check_gradient = noted
     try:
         for stage in (1, 1, 2):
             tested.append(False)
             assert train(output_dir, zero_stage=stage) == ""
     finally:
-        gradients.check_gradient = original
+        self_test.check_gradient = original
         os.environ.update(XDG_CACHE_HOME=before.get("XDG_CACHE_HOME", ""), DS_TRAINER_SELF_TEST="never")
     return tested
 
