@@ -32,7 +32,6 @@ from ds_trainer.training.loop.step import StepRunner
 from ds_trainer.training.loop.token_counter import peak_of
 from ds_trainer.training.loop.training_run import TrainingRun
 from ds_trainer.training.model.gradient_checkpointing import gradient_checkpointing_problems
-from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
 from ds_trainer.training.out_of_memory import Remedy, explained_out_of_memory, startup_remedies, training_remedies
 from ds_trainer.training.planning.run_estimator import RunEstimate, peak_memory
 from ds_trainer.training.resume.checkpointer import Checkpointer
@@ -389,6 +388,8 @@ class RunSetup:
             liger = bool(assembly.args.use_liger_kernel) and "forward" in vars(base_model(trainer.model))
             check_first_loss(losses, trainer.model_wrapped, batch, trainer._prepare_inputs, liger)
         if losses.sharder is not None:
+            from ds_trainer.training.model.sequence_sharding.setup import check_sequence_sharding
+
             about = assembly.groups, trainer._prepare_inputs, packs(assembly.args)
             check_sequence_sharding(trainer.model_wrapped, losses.sharder, batch, *about)
         if packs(assembly.args):

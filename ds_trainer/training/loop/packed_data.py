@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ds_trainer.arguments.enums import PackingStrategy
 from ds_trainer.data.order import DatasetOrder, epoch_order
-from ds_trainer.data.packing.token_counts import token_counts
 from ds_trainer.data.stream import is_stream
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
@@ -56,6 +56,7 @@ class PackedData:
         """
         from ds_trainer.data.packing.datasets import PackedDataset, packed_stream
         from ds_trainer.data.packing.rows import packed_rows
+        from ds_trainer.data.packing.token_counts import token_counts
 
         if is_stream(dataset):
             return packed_stream(dataset, settings.max_length, settings.strategy, settings.seed or 0)
@@ -92,18 +93,20 @@ class PackedData:
 
 def summary_of(loader: Any) -> Any:
     """The :class:`PackingSummary` of a loader of packed rows; None for any other loader."""
-    from ds_trainer.data.packing.datasets import PackedDataset, PackedStream
-
     dataset = getattr(loader, "dataset", None)
-    return dataset.summary if isinstance(dataset, (PackedDataset, PackedStream)) else None
+    return dataset.summary if _is_packed(dataset, "PackedDataset", "PackedStream") else None
 
 
 def running_log(loader: Any) -> dict[str, float]:
     """What a log says about the rows of a stream read so far; rows of datasets are in the header."""
-    from ds_trainer.data.packing.datasets import PackedStream
-
-    dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, PackedStream):
+    dataset: Any = getattr(loader, "dataset", None)
+    if not _is_packed(dataset, "PackedStream"):
         return {}
     metrics = dataset.summary.metrics()
     return {name: metrics[name] for name in ("packing_padding", "packing_samples_per_row")}
+
+
+def _is_packed(dataset: Any, *names: str) -> bool:
+    """Whether it is of one of these classes, without loading them: a run without packing has none."""
+    module = sys.modules.get("ds_trainer.data.packing.datasets")
+    return module is not None and isinstance(dataset, tuple(getattr(module, name) for name in names))

@@ -18,7 +18,6 @@ from ds_trainer.training.loop.loss_rule import loss_in
 from ds_trainer.training.loop.packed_data import PackedData, RowSettings
 from ds_trainer.training.loop.token_counter import number_format
 from ds_trainer.training.model.label_shift import shifts_labels
-from ds_trainer.training.model.packing.support import has_experts, packed_format, row_length, strategy_of
 from ds_trainer.training.model.preparation import compiles
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.utils import distributed
@@ -72,6 +71,7 @@ class Packing:
 
     def _packed(self, source: Any, name: str, seed: int | None) -> tuple[Any, Callable[[list[Any]], Any]]:
         from ds_trainer.data.packing.batch import PackingCollator
+        from ds_trainer.training.model.packing.support import row_length, strategy_of
 
         trainer, args = self._trainer, self._assembly.args
         length = row_length(args, trainer.model)
@@ -88,6 +88,8 @@ class Packing:
 
     def packed_format(self) -> PackedFormat:
         """What the batches of packed rows need for the model."""
+        from ds_trainer.training.model.packing.support import packed_format
+
         assembly, trainer = self._assembly, self._trainer
         in_compiled_code = compiles(assembly.args, assembly.compiled)
         return packed_format(
@@ -102,6 +104,7 @@ class Packing:
             ConfigError: they are not equal.
         """
         from ds_trainer.training.model.packing.equality import PackedPass, check_packed_model
+        from ds_trainer.training.model.packing.support import has_experts
 
         if self.proven and not again:
             return
