@@ -93,7 +93,7 @@ class PackedData:
 
 def summary_of(loader: Any) -> Any:
     """The :class:`PackingSummary` of a loader of packed rows; None for any other loader."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     return dataset.summary if _is_packed(dataset, "PackedDataset", "PackedStream") else None
 
 
