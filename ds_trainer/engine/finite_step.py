@@ -23,16 +23,20 @@ import torch
 
 
 def enable_overflow_checks(optimizer: Any) -> None:
-    """Makes ZeRO 1 and 2 check gradients that they would not check.
+    """Makes ZeRO 1 and 2 check gradients that they would not check, and stages 0 to 2 check them once.
 
-    ``check_grad_overflow`` in bf16 costs one more pass over all gradients, one more all-reduce and one more device
-    synchronization, although the norm gives the same answer. If there is a norm, only the norm is checked.
+    ``check_grad_overflow`` in bf16, and stage 0 in 16 bits, cost one more pass over all gradients, one more all-reduce
+    and one more device synchronization, although the norm gives the same answer. If there is a norm, only the norm is
+    checked.
 
     Args:
         optimizer: DeepSpeed's wrapper.
     """
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    if type(optimizer) is FP16_UnfusedOptimizer and not optimizer.fused_lamb_legacy:
+        optimizer.overflow_checker.check = lambda: False
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return
     if not optimizer.compute_grad_norm:
