@@ -222,7 +222,7 @@ def test_another_depth_has_the_parameters_of_that_depth() -> None:
         ({}, "x: transformers .* has no model_type=None"),
         ({"model_type": "gpt2", "n_layer": 10**9}, "x: n_layer=1,000,000,000 is more than the 10,000 layers that are"),
         ({"model_type": ["llama"]}, r"x: transformers .* has no model_type=\['llama'\]"),
-        ({"model_type": "gpt2", "n_embd": 0, "n_layer": 1}, r"x: \S*weight has no element with this .*; correct its"),
+        ({"model_type": "gpt2", "vocab_size": 0, "n_layer": 1}, r"x: \S*weight has no element with .*; correct"),
         ({"model_type": "bert", "hidden_size": 100, "num_attention_heads": 7}, "x: a bert model cannot be made"),
     ],
 )
