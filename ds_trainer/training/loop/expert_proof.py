@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,14 +128,23 @@ def _with_gradients(
 
 
 class _WithWeights:
-    """A module of experts with other weights."""
+    """A module of experts with other weights.
+
+    Its activations run without hooks: at ZeRO 3 ranks must run the same modules, and a loop has only the experts that
+    some token of its rank has chosen.
+    """
 
     def __init__(self, module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         vars(self).update(weights)
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        value = getattr(self._module, name)
+        if isinstance(value, nn.Module) and not any(True for _ in value.parameters()):
+            return value.forward
+        if isinstance(value, MethodType) and value.__self__ is self._module:
+            return MethodType(value.__func__, self)
+        return value
 
 
 def _direction(result: torch.Tensor) -> torch.Tensor:
