@@ -315,6 +315,10 @@ class StreamLoader(DataLoader[Any]):
             self.order = new
         self.order.check(shard.stream, shard.plan, new.own)
         shard.set_order(self.order)
+        shard.collate = self.collate_fn  # a script may have set another one
+        self._worker_seeds.manual_seed(shard.seed + shard.epoch)
+        if self.num_workers:  # `datasets` shares its epoch, to which workers would add the difference several times
+            seed_stream(shard.stream, shard.seed, shard.epoch)
         groups = replica_groups(shard.plan.layout)
         pin = self.pin_memory or self.pins_shards
         read = self._read_shards if self.order.shards else self._read
@@ -322,8 +326,6 @@ class StreamLoader(DataLoader[Any]):
         return Aligned(batches, self.window, self.drop_last) if self.order.shards else Lockstep(batches, self.window)
 
     def _read(self) -> Iterator[tuple[Any, int]]:
-        self._worker_seeds.manual_seed(self._shard.seed + self._shard.epoch)
-        self._shard.collate = self.collate_fn  # a script may have set another one
         for batch, is_dummy, mark, state in as_set(self._reader, self):
             self.state = state
             item = [(as_dummy(batch) if is_dummy else batch, mark)]
@@ -331,8 +333,6 @@ class StreamLoader(DataLoader[Any]):
             yield item.pop()  # nothing here holds the whole batch while its shards are in use
 
     def _read_shards(self) -> Iterator[tuple[Any, int]]:
-        self._worker_seeds.manual_seed(self._shard.seed + self._shard.epoch)
-        self._shard.collate = self.collate_fn
         states: dict[int, Any] = dict(self._resumed_states)
         self.state = states if self.is_stateful else None
         done, self.rows_read = 0, Counter()

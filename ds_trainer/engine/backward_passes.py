@@ -151,12 +151,16 @@ class BackwardPasses:
             _ = updates.pending and refused(parameter, _GRADIENT)
             return gradient.__get__(parameter)
 
+        def write(parameter: Any, value: Any) -> None:
+            _ = value is not None and refused(parameter, _GRADIENT)
+            gradient.__set__(parameter, value)
+
         def read_data(parameter: Any) -> Any:
             _ = is_released(parameter) and refused(parameter, _SHARD)
             return values.__get__(parameter)
 
         class Watched(nn.Parameter):
-            grad: Any = property(read, gradient.__set__, gradient.__delete__)
+            grad: Any = property(read, write, gradient.__delete__)
             data: Any = property(read_data, values.__set__)
 
         return Watched

@@ -8,12 +8,14 @@ the weights of one process: the gradients are reduced first, wherever DeepSpeed 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_trainer.engine.zero3.shard_access import called_by_script
@@ -36,6 +38,11 @@ _GROUPS = (
     "A script has added a parameter group to the optimizer, but DeepSpeed partitioned the parameters when the training "
     "began: let create_optimizer make all groups, and freeze parameters in on_train_begin."
 )
+_STATE = (
+    "A script looks for parameters in the optimizer ({name}), but ZeRO and 16-bit optimizers have flat partitions: a "
+    "change would have no effect. Take model.parameters(), read states of each on all ranks with deepspeed.utils."
+    "safe_get_full_optimizer_state(parameter, 'exp_avg'), and change them with safe_set_full_optimizer_state."
+)
 _OTHER = (
     "{name}.step() was called for parameters of the trained model, but it is not the optimizer of the Trainer: with "
     "zero_stage={stage}, {dtype} and {ranks} ranks it does not see their whole gradients. Put its parameter groups "
@@ -46,6 +53,44 @@ _FOREIGN = (
     "with the gradient of its own samples: make their module a part of the model, or average the gradients with "
     "self.accelerator.reduce(parameter.grad, reduction='mean')."
 )
+
+
+class _PartitionedState(defaultdict[Any, Any]):
+    """``optimizer.state`` that refuses that a script looks for a parameter of the model in it."""
+
+    def __init__(self, model: nn.Module, state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._model = model
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+    def __missing__(self, key: Any) -> Any:
+        self._refuse(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or self._refuse(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As that of a dict."""
+        _ = super().__contains__(key) or self._refuse(key)
+        return super().get(key, default)
+
+    def _refuse(self, key: Any) -> bool:
+        named = self._model.named_parameters()
+        if called_by_script(2) and (name := next((name for name, one in named if one is key), None)) is not None:
+            raise ConfigError(_STATE.format(name=f"optimizer.state of {name}"))
+        return False
+
+
+class WithoutParameters(list[Any]):
+    """``params`` of a group between the updates of ZeRO 3, of which a script wants the states of an optimizer."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if called_by_script(1):
+            raise ConfigError(_STATE.format(name="in param_groups, whose lists are empty between updates of ZeRO 3"))
+        return super().__iter__()
 
 
 class OwnUpdates:
@@ -70,6 +115,9 @@ class OwnUpdates:
         optimizer.zero_grad = self._instead(optimizer.zero_grad, self._clear)
         optimizer.add_param_group = self._instead(optimizer.add_param_group, self._add)
         self._hook = register_optimizer_step_pre_hook(self._any_step)
+        aliased = any(group.get("state") is optimizer.state for group in optimizer.param_groups)  # by GrokAdamW
+        if (engine.stage > 0 or engine.precision != "fp32") and not aliased:
+            optimizer.state = _PartitionedState(engine.deepspeed.module, optimizer.state)
 
     def close(self) -> None:
         """Free what knows the engine."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ds_trainer.engine.expert_parallel import expert_slice
+from ds_trainer.engine.own_updates import WithoutParameters
 from ds_trainer.engine.state.flat_partitions import sub_group
 from ds_trainer.engine.weight_movement import norms
 from ds_trainer.engine.zero3.shard_access import WITH_GRADIENTS, ShardAccess, watch_copies, watch_state_dicts
@@ -57,6 +58,8 @@ def follow_script(engine: TrainingEngine) -> Callable[[str], AbstractContextMana
     def around(event: str) -> AbstractContextManager[Any]:
         gradients = event in WITH_GRADIENTS
         if stage == 3:
+            for group in engine.basic_optimizer.param_groups:
+                group["params"] = group["params"] or WithoutParameters()
             return ShardAccess(model, written.after_callback, gradients)
         return ShardAccess(model, gradients=True) if gradients else nullcontext()
 

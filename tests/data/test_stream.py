@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from multiprocessing import Barrier
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,22 @@ class Epochs:
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(100 * self.epoch, 100 * self.epoch + 6))
+
+
+class SharesItsEpoch(Epochs):
+    """As `datasets`: in memory of all processes, and the difference is added. Here two workers always do so at once."""
+
+    def __init__(self) -> None:
+        self.shared, self.main, self.both = torch.zeros((), dtype=torch.int64).share_memory_(), os.getpid(), Barrier(2)
+
+    def set_epoch(self, epoch: int) -> None:
+        difference = epoch - int(self.shared)
+        if os.getpid() != self.main:
+            self.both.wait(60)
+        self.shared += difference
+        if os.getpid() != self.main:
+            self.both.wait(60)
+        self.epoch = int(self.shared)
 
 
 class KeepsToItsWorker(Counting):
@@ -118,6 +136,14 @@ def test_any_epoch_can_start_at_any_micro_step(workers: int, stay: bool) -> None
     for epoch in (0, 1, 2):
         seen.start(epoch)
         assert content(seen)[0] == ("own", [100 * epoch, 100 * epoch + 1])
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_workers_that_share_an_epoch_read_the_same_one(stay: bool) -> None:
+    one = loader(SharesItsEpoch(), 1, 0, workers=2, persistent_workers=stay)
+    for epoch in (0, 1, 2):
+        one.start(epoch)
+        assert [batch["x"].tolist()[0] for batch in one] == [100 * epoch + x for x in (0, 2, 4)]
 
 
 def test_loading_does_not_change_the_global_random_state() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ds_trainer import ConfigError, Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.training.loop.first_steps import FirstSteps
-from tests.support.models import VOCABULARY, PlainLanguageModel, tiny_llama
+from tests.support.models import VOCABULARY, PlainLanguageModel, Regression, regression_rows, tiny_llama
 from tests.support.pool import pool
 from tests.support.runs import whole_weights
 
@@ -348,6 +348,7 @@ def of_rank(kind: str, folder: str, given: dict[str, Any]) -> list[str]:
             model.register_buffer("mine", torch.full((3,), float(rank)), persistent=False)
         elif kind == "samples":
             cls = SameForAll
+            model, data = (Regression(), regression_rows(40)) if given.pop("vectors", False) else (model, data)
         elif kind == "cut":
             model, data = Classes(lambda hidden: hidden.detach()), classes()
         train(folder, model, data, cls=cls, **given).engine.close()
@@ -380,6 +381,11 @@ class SameForAll(Trainer):
         ("copies", {"tensor_parallel_size": 2, "zero_stage": 1}, ""),  # a slice has no copy
         ("buffers", {"zero_stage": 3}, "different copies of mine before the first step (rank 1"),
         ("samples", {}, "All 2 data-parallel replicas had the same samples in the first 6 steps"),
+        (
+            "samples",
+            {"vectors": True},
+            "the same samples in the first 6 steps, so the batch is not larger",
+        ),
         ("cut", {"zero_stage": 3}, "No gradient reaches encoder (5 tensors)"),
         ("healthy", {"zero_stage": 2, "gradient_accumulation_steps": 2}, ""),
         ("healthy", {"zero_stage": 3, "bf16": True}, ""),

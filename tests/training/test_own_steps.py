@@ -339,6 +339,19 @@ class Cleared(Step):
         return loss.detach()
 
 
+class Projected(Step):
+    """Gradient surgery: the gradients of two losses are combined by hand."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        outputs, parameters = model(**inputs), list(self.model.parameters())
+        first = torch.autograd.grad(outputs["loss"] / STEPS, parameters, retain_graph=True)
+        second = torch.autograd.grad(outputs["logits"].pow(2).mean() / STEPS, parameters)
+        for parameter, one, two in zip(parameters, first, second, strict=True):
+            one = one - (one * two).sum().clamp(max=0) * two / two.pow(2).sum()
+            parameter.grad = one + two if parameter.grad is None else parameter.grad + one + two
+        return outputs["loss"].detach() / STEPS
+
+
 class SecondOptimizer(Step):
     """It steps the second layer, the optimizer of the Trainer both."""
 
@@ -351,7 +364,7 @@ class SecondOptimizer(Step):
         return loss.detach()
 
 
-ALONE = {cls.__name__: cls for cls in (Scaled, Clipped, Cleared, SecondOptimizer)}
+ALONE = {cls.__name__: cls for cls in (Scaled, Clipped, Cleared, Projected, SecondOptimizer)}
 SHAPES.update(ALONE)
 
 

@@ -103,6 +103,30 @@ class Penalty:
         return (loss, outputs) if return_outputs else loss
 
 
+class LatePenalty(Penalty):
+    """After the steps in which the order of the modules is recorded, and small weights released, too."""
+
+    options: ClassVar = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"]
+        if self.state.global_step >= 3:
+            loss = loss + 0.1 * self.model.first.weight.pow(2).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+class LateStep(LatePenalty, Step):
+    """Has whole weights until its backward pass."""
+
+    refused: ClassVar = ((), "")
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 class Anchor(Penalty):
     """The distance to the weights before the training."""
 
@@ -211,6 +235,83 @@ class Clips:
         args.max_grad_norm = 0.05
 
 
+class Accumulates(Clips):
+    refused: ClassVar = (ANY, "A script has set gradient_accumulation_steps=2 while the model trains")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+        args.gradient_accumulation_steps = 2
+
+    on_step_begin = on_step_end
+
+
+class Swaps(Step):
+    """A new optimizer after a step, as when layers are unfrozen."""
+
+    alone = True
+    refused: ClassVar = (ANY, "A script has replaced trainer.optimizer while the model trains")
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        if self.state.global_step == 1:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class ResetsMoments:
+    """As ReLoRA does after merging."""
+
+    refused: ClassVar = (DIVIDED, "A script looks for parameters in the optimizer (optimizer.state of first.weight)")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        for parameter in given["model"].parameters():
+            for value in given["optimizer"].state.get(parameter, {}).values():
+                value.zero_()
+
+
+class ResetsGroups:
+    refused: ClassVar = (LAST, "A script looks for parameters in the optimizer (in param_groups, whose lists are")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **ignored: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for value in optimizer.state[parameter].values():
+                    value.mul_(0.5)
+
+
+class Counting(Classifier):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **ignored: Any) -> dict[str, torch.Tensor]:
+        return super().forward(x, labels)
+
+
+class CountsItself:
+    """The samples of its own micro-batches, not of those of other ranks."""
+
+    model = Counting
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        return batches, torch.tensor(sum(len(batch["x"]) for batch in batches))
+
+    def compute_loss(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, **ignored: Any) -> Any:
+        return F.cross_entropy(model(**inputs)["logits"], inputs["labels"], reduction="sum") / num_items_in_batch
+
+
+class CountsNothing(CountsItself):
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        return super().get_batch_samples(epoch_iterator, num_batches, device)[0], None
+
+    def compute_loss(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None, **ignored: Any) -> Any:
+        return model(**inputs)["loss"]
+
+
+class CountsOther(CountsNothing):
+    """A number that its loss, a mean, does not use."""
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        return super().get_batch_samples(epoch_iterator, num_batches, device)[0], torch.tensor(100)
+
+
 class Pickles:
     """Parameters of the model, as scripts save what they have trained."""
 
@@ -226,8 +327,9 @@ class Pickles:
 SHAPES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        *(OfMask, OfNorm, OfSpectralNorm, Alternates, ReturnsNothing, Penalty, Anchor, Teacher, OwnOptimizer),
-        *(HalvesGradients, HalvesWholeGradients, Prunes, Freezes, Ties, Replaces, Adds, Clips, Pickles),
+        *(OfMask, OfNorm, OfSpectralNorm, Alternates, ReturnsNothing, Penalty, Anchor, LatePenalty, LateStep, Teacher),
+        *(OwnOptimizer, HalvesGradients, HalvesWholeGradients, Prunes, Freezes, Ties, Replaces, Adds, Clips, Pickles),
+        *(Accumulates, Swaps, ResetsMoments, ResetsGroups, CountsItself, CountsNothing, CountsOther),
     )
 }
 
@@ -257,7 +359,9 @@ def ours(shape: str, output_dir: str, accumulation: int, world: int, stage: int)
     import ds_trainer
 
     shutil.rmtree(output_dir, ignore_errors=True)
-    sizes = {"per_device_train_batch_size": 4 // world, "zero_stage": stage}
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 4 // world, "zero_stage": stage}
+    if stage == 3 and hasattr(SHAPES[shape], "options"):
+        sizes["deepspeed"] = SHAPES[shape].options
     try:
         trainer = trained(ds_trainer, SHAPES[shape], output_dir, accumulation, **sizes)
     except ConfigError as error:

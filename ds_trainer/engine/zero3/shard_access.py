@@ -1,9 +1,9 @@
 """Refuses that a script uses a weight of which ZeRO 3 has released the data, which would be an empty tensor, and in
 callbacks a gradient that ZeRO has partitioned: ``parameter.grad`` is empty or that of one rank.
 
-Inside of callbacks every function of torch is looked at (an average of the weights, a mask), and in the first calls of
-an overridden loss or step (a penalty, a head that is applied outside of its module); in the rest of a training
-``state_dict()``, which overridden ``save_model`` methods write to files, and copies of the model.
+Inside of callbacks every function of torch is looked at (an average of the weights, a mask), and in an overridden loss
+or step outside of the engine's forward passes (a penalty, a head that is applied outside of its module); in the rest
+of a training ``state_dict()``, which overridden ``save_model`` methods write to files, and copies of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from weakref import ref
 
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ds_trainer.engine.expert_parallel import expert_slice
 from ds_trainer.engine.weights import is_released
@@ -31,7 +31,6 @@ _LOOKS = frozenset(
     )
 )
 """Functions and attributes of tensors that do not use values."""
-_WATCHED = 3
 WITH_GRADIENTS = frozenset(("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"))
 """Events at which parameters have gradients in transformers."""
 _EXPERTS = (
@@ -119,27 +118,35 @@ class ShardAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class FirstUses:
-    """Contexts of the first losses in training and in evaluation, in which a script cannot use released weights.
+class WatchedUses:
+    """Contexts of the losses and steps of a script, in which it cannot use released weights.
 
-    The first of them record the order of modules, in which DeepSpeed releases small weights, too. Compiled models are
-    not watched: they would be compiled twice.
+    What the engine's own forward passes compute is not looked at. Compiled models are not watched: they would be
+    compiled twice.
 
     Args:
-        model: the model.
+        engine: DeepSpeed's engine.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        self._left = dict.fromkeys((False, True), 0 if compiled else _WATCHED)
+    def __init__(self, engine: nn.Module) -> None:
+        self._model: nn.Module = engine.module  # type: ignore[assignment]
+        self._compiled = any(module._compiled_call_impl is not None for module in self._model.modules())
+        self._paused: list[ShardAccess] = []
+        engine.register_forward_pre_hook(self._pause, prepend=True)
+        engine.register_forward_hook(self._go_on, always_call=True)
 
-    def __call__(self, training: bool) -> AbstractContextManager[Any]:
-        """The context of the next loss."""
-        if not self._left[training]:
-            return nullcontext()
-        self._left[training] -= 1
-        return ShardAccess(self._model)
+    def __call__(self) -> AbstractContextManager[Any]:
+        """A context."""
+        return nullcontext() if self._compiled else ShardAccess(self._model)
+
+    def _pause(self, *ignored: Any) -> None:
+        while isinstance(innermost := _get_current_function_mode(), ShardAccess):  # there may be others of the script
+            TorchFunctionMode.__exit__(innermost, None, None, None)
+            self._paused.append(innermost)
+
+    def _go_on(self, *ignored: Any) -> None:
+        while self._paused:
+            TorchFunctionMode.__enter__(self._paused.pop())
 
 
 def watch_copies(model: nn.Module, stage: int) -> None:

@@ -27,6 +27,7 @@ from torch import nn
 
 from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.data.loader import PlannedLoader
+from ds_trainer.data.lockstep import fingerprint
 from ds_trainer.data.replica import batches_of
 from ds_trainer.data.sharded_batch import ShardedBatch, dummy_of
 from ds_trainer.data.stream import StreamLoader
@@ -39,7 +40,7 @@ from ds_trainer.training.evaluation.nested import detached, map_leaves, plain_nu
 from ds_trainer.training.evaluation.outputs import EvalLoopOutput, EvalPrediction
 from ds_trainer.training.evaluation.prediction_accumulator import PredictionAccumulator
 from ds_trainer.training.evaluation.shared_streams import in_order_of_stream, share_reading
-from ds_trainer.training.loop.batch_splitting import with_equal_rows
+from ds_trainer.training.loop.batch_splitting import samples_of_batch, with_equal_rows
 from ds_trainer.training.loop.batches import checked_batch, checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
@@ -55,6 +56,11 @@ if TYPE_CHECKING:
     from ds_trainer.training.assembly import Assembly
 
 logger = get_logger(__name__)
+
+_ALIKE = (
+    "All %d data-parallel replicas evaluate the same samples, which predictions and compute_metrics then get as many "
+    "times. Return self.accelerator.prepare(loader) from get_eval_dataloader, or let the Trainer make the loader."
+)
 
 _KINDS = ("predictions", "label_ids", "inputs", "losses")
 MOST_ON_DEVICE = 256 * 10**6
@@ -352,12 +358,25 @@ def aligned_batches(
                 "The evaluation loader of at least one rank has no batch, while others have some. Return at least one "
                 "batch on every rank, or use the Trainer's get_eval_dataloader, which divides the samples evenly."
             )
+        several = last is None and layout.dp > 1 and not isinstance(loader, StreamLoader)
+        if several and distributed.alike(str(fingerprint(batch))):
+            logger.warning(_ALIKE, layout.dp)
         if batch is not None:
-            last = batch if isinstance(batch, ShardedBatch) else check(batch)
+            last = batch if isinstance(batch, ShardedBatch) else _unrepeated(check(batch), loader, layout)
             yield last
         else:
             assert last is not None  # agreed above
             yield dummy_of(last)
+
+
+def _unrepeated(batch: Any, loader: Any, layout: ParallelLayout) -> Any:
+    """The last ``batch`` of a loader that accelerate has prepared, without the samples that it repeats to fill it."""
+    left = getattr(loader, "remainder", -1) if getattr(loader, "end_of_dataloader", False) else -1
+    if left <= 0 or not isinstance(batch, Mapping):
+        return batch
+    samples = number_of_samples(batch)
+    own = min(max(left - layout.coordinates(distributed.rank()).dp * samples, 0), samples)
+    return dummy_of(batch) if own == 0 else batch if own == samples else samples_of_batch(batch, list(range(own)))
 
 
 def mark_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ds_trainer.data.batch_structure import Dummy
+from ds_trainer.data.lockstep import fingerprint
 from ds_trainer.data.sequence_sharding import IGNORED
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.data.source_ids import SOURCE_IDS
@@ -106,6 +107,7 @@ class BatchCensus:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._of_sources = torch.zeros(2, len(self._sources), dtype=torch.int64)  # tokens and targets
         self._different: set[int] = set()
+        self._batches: set[int] = set()  # the first two that differ, of any structure
         self._digest = 0
 
     def add(self, batches: Iterable[Any]) -> None:
@@ -113,6 +115,8 @@ class BatchCensus:
         for batch in batches:
             is_shard = isinstance(batch, ShardedBatch)
             local = batch.local if is_shard else batch
+            if len(self._batches) < 2 and not is_shard:
+                self._batches.add(fingerprint(local))
             if isinstance(local, Mapping) and not isinstance(local, Dummy):
                 if not is_shard:
                     self._seen.add(local)
@@ -167,14 +171,15 @@ class BatchCensus:
         values = summed.tolist()
         counts = dict(zip(_COUNTS, values, strict=False))
         tokens, targets = torch.tensor(values[len(_COUNTS) :]).view(2, -1).tolist()
-        different, last, first = distributed.largest(
-            torch.tensor([len(self._different), self._digest, -self._digest])
+        own = self._digest or sum(self._batches)
+        different, batches, last, first = distributed.largest(
+            torch.tensor([len(self._different), len(self._batches), own, -own])
         ).tolist()
         when = f"in the first {steps} steps"
         sources = list(self._about_sources(tokens, targets, when))
         yield from sources
         yield from self._about_targets(counts, when, bool(sources))
-        yield from self._about_samples(counts["rows"], int(different), last == -first, when)
+        yield from self._about_samples(counts["rows"], int(different), int(batches), last == -first, when)
 
     def _about_targets(self, counts: Mapping[str, int], when: str, explained: bool) -> Iterator[str]:
         rows, empty, tokens, targets = (counts[name] for name in ("rows", "empty", "tokens", "targets"))
@@ -209,18 +214,18 @@ class BatchCensus:
                     "or remove it from the mixture."
                 )
 
-    def _about_samples(self, rows: int, different: int, all_same: bool, when: str) -> Iterator[str]:
+    def _about_samples(self, rows: int, different: int, batches: int, all_same: bool, when: str) -> Iterator[str]:
         several = self._samples is None or self._samples > 1
         if rows >= _FEW_ROWS * self._replicas and different == 1 and all_same and several:
             yield (
                 f"All samples {when} have the same tokens. Look at the dataset after tokenization: a prompt that is "
                 "longer than max_length leaves nothing else."
             )
-        elif self._replicas > 1 and all_same and different > 1:
+        elif self._replicas > 1 and all_same and max(different, batches) > 1:
             yield (
                 f"All {self._replicas} data-parallel replicas had the same samples {when}, so the batch is not larger "
-                "than that of one. Let the Trainer make the loader, or give its sampler the rank "
-                "(DistributedSampler with num_replicas and rank)."
+                "than that of one. Return self.accelerator.prepare(loader) from get_train_dataloader, let the Trainer "
+                "make the loader, or give its sampler the rank (DistributedSampler with num_replicas and rank)."
             )
 
 

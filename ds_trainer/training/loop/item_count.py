@@ -8,14 +8,18 @@ at the beginning of a step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_trainer.data.batch_structure import number_of_samples
 from ds_trainer.utils import distributed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
+
+    from ds_trainer.parallel.layout import ParallelLayout
 
 
 class ItemCount:
@@ -24,10 +28,17 @@ class ItemCount:
     Attributes:
         divisor: divisor of the losses in the forward pass: a float32 scalar, at least 1.
         is_exact: whether ``divisor`` is the count itself.
+        counted: what the loop has counted, of which losses that are means are parts; another one if a script counts.
     """
 
-    def __init__(self, divisor: torch.Tensor, total: torch.Tensor | None = None, work: Work | None = None) -> None:
-        self.divisor = divisor
+    def __init__(
+        self,
+        divisor: torch.Tensor,
+        total: torch.Tensor | None = None,
+        work: Work | None = None,
+        counted: ItemCount | None = None,
+    ) -> None:
+        self.divisor, self.counted = divisor, counted or self
         self._total = total
         self._work = work
         self._exact = divisor if total is None else None
@@ -59,6 +70,31 @@ class ItemCount:
             self._work.wait()
             self._exact = _divisor(self._total)
         return self._exact
+
+
+def count_of_script(
+    given: Any, batches: Sequence[Any], count: Callable[[Any], torch.Tensor], layout: ParallelLayout
+) -> torch.Tensor:
+    """The items of the global batch, where a script has counted ``batches`` itself, perhaps those of its rank only.
+
+    It has if ranks differ, or if each has the number of its own items or samples. Collective.
+
+    Args:
+        given: what it returned.
+        batches: the micro-batches of this replica.
+        count: counts the items of one.
+        layout: the layout of the job.
+    """
+    given = torch.as_tensor(given, dtype=torch.float64).cpu()
+    own = [sum(int(count(batch)) for batch in batches), sum(map(number_of_samples, batches))]
+    most, minus_least, *others = distributed.largest(
+        torch.tensor([given, -given, *(float(given) != number for number in own)], dtype=torch.float64)
+    ).tolist()
+    if layout.dp == 1 or (most == -minus_least and all(others)):
+        return given
+    total = given.to(distributed.collective_device())
+    distributed.all_reduce_sum(total)
+    return total / layout.replica_size
 
 
 def count_for(device: torch.device, count: torch.Tensor) -> torch.Tensor:

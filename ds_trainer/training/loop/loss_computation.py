@@ -31,7 +31,7 @@ from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
 if TYPE_CHECKING:
-    from ds_trainer.engine.zero3.shard_access import FirstUses
+    from ds_trainer.engine.zero3.shard_access import WatchedUses
     from ds_trainer.training.loop.batch_census import SeenSamples
     from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
     from ds_trainer.training.model.label_smoothing import LabelSmoother
@@ -115,7 +115,7 @@ class LossComputation:
         self.packed = packed
         self.for_loop = False
         self.batches: Sequence[Any] = ()
-        self.watched: FirstUses | None = None
+        self.watched: WatchedUses | None = None
         self.loader: Any = None
         self.first_samples: SeenSamples | None = None
         self.items: ItemCount | None = None
@@ -183,11 +183,11 @@ class LossComputation:
 
     def items_of_step(self, divisor: Any) -> ItemCount:
         """The item count of the step; ``divisor`` replaces it if it came from user code."""
-        if self.items is not None and divisor is not None and divisor is self._superseded:
-            return self.items
-        if self.items is None or (divisor is not None and divisor is not self.items.divisor):
-            self.items = ItemCount(torch.as_tensor(divisor, dtype=torch.float32, device=self._device))
-        return self.items
+        now = self.items
+        if now is None or not (divisor is None or divisor is now.divisor or divisor is self._superseded):
+            given = torch.as_tensor(divisor, dtype=torch.float32, device=self._device)
+            now = self.items = ItemCount(given, counted=None if now is None else now.counted)
+        return now
 
     def _weight_of(self, batch: Any) -> torch.Tensor:
         if not isinstance(batch, ShardedBatch):
@@ -255,7 +255,7 @@ class LossComputation:
         plain = made or (tokens < self.chunked.tokens_from and not self.defers_outputs)
         try:
             with (
-                nullcontext() if self.watched is None else self.watched(model.training),
+                nullcontext() if self.watched is None else self.watched(),
                 nullcontext() if plain else self.chunked.deferring(model, always=self.defers_outputs),
                 self.sources.recording() if self.sources.ids is not None else nullcontext(),
             ):

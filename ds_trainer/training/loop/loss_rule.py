@@ -268,7 +268,9 @@ class LossRule:
             return loss
         assert own is not None  # the caller counts items for mean losses
         # The mean over no items is nan; it must not make the sum nan. What a count of 0 divides is infinite, and lost.
-        return torch.where(own > 0, loss, loss.nan_to_num(posinf=torch.inf, neginf=-torch.inf)) * (own / items.exact())
+        return torch.where(own > 0, loss, loss.nan_to_num(posinf=torch.inf, neginf=-torch.inf)) * (
+            own / items.counted.exact()
+        )
 
 
 def loss_rule_of(

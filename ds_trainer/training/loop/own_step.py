@@ -21,7 +21,7 @@ import torch
 
 from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.data.batch_structure import Dummy
-from ds_trainer.engine.zero3.shard_access import FirstUses
+from ds_trainer.engine.zero3.shard_access import WatchedUses
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -53,11 +53,13 @@ class OwnStep:
         self._passes = engine.allow_own_passes(completes_late=True)
         self._accelerator = accelerator
         self._is_known = False
+        self._watched: Callable[[], AbstractContextManager[Any]]
+        self._watched = WatchedUses(engine.deepspeed) if engine.stage == 3 else nullcontext
 
     def __call__(self, model: Any, batch: Any, **keywords: Any) -> torch.Tensor:
         """The contribution of the micro-batch to the loss of the global batch. Collective in the first call."""
         call, self._is_known = self._method if self._is_known else self._first, True
-        with self._passes.of_script():
+        with self._passes.of_script(), self._watched():
             loss = call(model, batch, **keywords)
         if loss is None:
             raise ConfigError(f"{self._method.__qualname__} returned None: let it return the loss, detached.")
@@ -68,10 +70,7 @@ class OwnStep:
         again, random = copy.copy(batch), random_state()
         given: list[torch.Tensor] = []
         self._passes.given = given
-        watched: Callable[[bool], AbstractContextManager[Any]]
-        watched = FirstUses(self._engine.deepspeed.module) if self._engine.stage == 3 else nullcontext
-        with watched(True):
-            loss = self._method(model, batch, **keywords)
+        loss = self._method(model, batch, **keywords)
         self._passes.given = None
         if loss is None or not self._expects_division(given, loss):
             return loss

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
-from ds_trainer.engine.zero3.shard_access import FirstUses
+from ds_trainer.engine.zero3.shard_access import WatchedUses
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
@@ -30,7 +31,7 @@ from ds_trainer.training.loop.divergence_guard import DivergenceGuard, Update
 from ds_trainer.training.loop.first_loss import FirstLoss
 from ds_trainer.training.loop.first_steps import FirstSteps
 from ds_trainer.training.loop.index_errors import explain_index_error
-from ds_trainer.training.loop.item_count import ItemCount
+from ds_trainer.training.loop.item_count import ItemCount, count_of_script
 from ds_trainer.training.loop.loss_computation import USE_THE_COUNT, LossComputation, LossMethod
 from ds_trainer.training.loop.loss_window import LossWindow
 from ds_trainer.training.loop.own_step import OwnStep
@@ -46,7 +47,13 @@ if TYPE_CHECKING:
     from ds_trainer.training.loop.memory_recovery import MemoryRecovery
     from ds_trainer.training.protocol import TrainerProtocol
 
-_CLIP = "A script has set max_grad_norm={} while the model trains, but the engine clips with {}: set it before train()."
+_SETS = "A script has set {}={} while the model trains, but the engine was made for {}: set it before train()."
+_REPLACES = (
+    "A script has replaced trainer.{} while the model trains, but DeepSpeed updates with that of the beginning: change "
+    "the values in its param_groups, or return another one from create_optimizer and create_scheduler."
+)
+_FIXED = ("max_grad_norm", "gradient_accumulation_steps")
+_UPDATING = ("optimizer", "lr_scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,7 @@ class StepMethods:
         begin_copy: begins to copy the next micro-batch to the device; None: copies are made when they are needed.
         uses_accelerator: whether user code may call ``trainer.accelerator`` in a step.
         own_step: whether ``training_step`` is that of a subclass.
+        updating: returns ``optimizer`` and ``lr_scheduler`` of the Trainer.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], torch.Tensor]]
@@ -74,6 +82,7 @@ class StepMethods:
     begin_copy: Callable[[Any], None] | None
     uses_accelerator: bool
     own_step: bool
+    updating: Callable[[], tuple[Any, Any]]
 
     @classmethod
     def of(
@@ -91,6 +100,7 @@ class StepMethods:
             begin_copy=begin_copy,
             uses_accelerator=trainer.compute_loss_func is not None or not USE_THE_COUNT.isdisjoint(changed),
             own_step="training_step" in changed,
+            updating=partial(attrgetter(*_UPDATING), trainer),
         )
 
 
@@ -118,7 +128,7 @@ class MicroBatchRunner:
         self._engine = engine
         self._module = engine.deepspeed.module
         self._accelerator = accelerator if methods.uses_accelerator else None
-        losses.watched = FirstUses(self._module) if methods.uses_accelerator and engine.stage == 3 else None
+        losses.watched = WatchedUses(engine.deepspeed) if methods.uses_accelerator and engine.stage == 3 else None
         self._training_step = methods.training_step
         self._ranks = 1
         if methods.uses_accelerator and not methods.own_step:
@@ -259,7 +269,8 @@ class StepRunner:
             None if engine.deepspeed_schedule is not None or steps_on_metric(lr_scheduler) else lr_scheduler
         )
         self._device = device
-        self._max_grad_norm = events.args.max_grad_norm
+        self._fixed = [getattr(events.args, name) for name in _FIXED]
+        self._updating = methods.updating()
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
         begin = methods.begin_copy if recovery is None else None  # a micro-batch may be split
@@ -295,7 +306,11 @@ class StepRunner:
         # All micro-batches are fetched before the first is computed: a loss is divided by the items of the whole global
         # batch, and their number is summed over the ranks once in a step.
         data = health.begin_data(source)
+        before = self._losses.items
         batches, divisor = self._methods.get_batch_samples(data, micro_steps, self._device)
+        if self._losses.items is before:  # a script counts, or nobody
+            own, count = self._losses.count_step(batches, self._device).divisor, self._losses.rule.count
+            divisor = own if divisor is None else count_of_script(divisor, batches, count, engine.layout)
         items = self._losses.items_of_step(divisor)
         try:
             self._check(batches, micro_steps, step)
@@ -317,8 +332,12 @@ class StepRunner:
             # From here on the gradients are those of the global batch. Whether they reach the weights is decided by all
             # ranks together: one rank that skips alone would have other weights from now on.
             events.notify("on_pre_optimizer_step")
-            if events.args.max_grad_norm != self._max_grad_norm:
-                raise ConfigError(_CLIP.format(events.args.max_grad_norm, self._max_grad_norm))
+            for name, kept in zip(_FIXED, self._fixed, strict=True):
+                if getattr(events.args, name) != kept:
+                    raise ConfigError(_SETS.format(name, getattr(events.args, name), kept))
+            for name, now, begun in zip(_UPDATING, self._methods.updating(), self._updating, strict=True):
+                if now is not begun:
+                    raise ConfigError(_REPLACES.format(name))
             self.learning_rate = current_lr(self._optimizer)
             health.begin_update()
             skip, recovery = guard.before_update(losses), self._recovery

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_trainer import Trainer
+from tests.support.models import Regression, regression_rows
 from tests.support.pool import pool
 from tests.support.predictions import KINDS, arguments, describe, flatten, make
 
@@ -167,3 +169,37 @@ def test_lists_are_in_the_order_of_the_data(changes: dict[str, Any], tmp_path: P
     wanted, found = job().predict(rows), job(train_sampling_strategy="group_by_length").predict(rows)
     for ours, other in zip(flatten(found.label_ids), flatten(wanted.label_ids), strict=True):
         np.testing.assert_array_equal(ours, other)
+
+
+class OfAScript(Trainer):
+    prepared = False
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        loader = torch.utils.data.DataLoader(self.eval_dataset, batch_size=3)  # type: ignore[arg-type]
+        return self.accelerator.prepare(loader) if self.prepared else loader
+
+
+def evaluated_by_a_script(output_dir: str, prepared: bool) -> tuple[int, list[str]]:
+    texts: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("ds_trainer.training.evaluation.evaluation_loop")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    trainer = OfAScript(
+        Regression(),
+        arguments(output_dir),
+        eval_dataset=regression_rows(10),  # type: ignore[arg-type]
+        compute_metrics=lambda found: {"samples": len(found.predictions)},
+    )
+    trainer.prepared = prepared
+    samples = trainer.evaluate()["eval_samples"]
+    logger.removeHandler(handler)
+    return int(samples), texts
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_samples_that_every_rank_evaluates_are_said(prepared: bool, tmp_path: Path) -> None:
+    (samples, texts), (_, others) = pool(2).run(evaluated_by_a_script, str(tmp_path), prepared)
+    assert samples == (10 if prepared else 20) and not others
+    assert ["All 2 data-parallel replicas evaluate the same samples" in text for text in texts] == [True] * (
+        not prepared
+    )
