@@ -78,9 +78,10 @@ def mark_experts(parameter: Any, groups: ParallelGroups, dim: int = 0, repeats: 
 
 
 def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> list[dict[str, Any]]:
-    """Divides each parameter group of ``groups`` that has experts and other parameters, in place.
+    """Divides each parameter group of ``groups`` that has experts and other parameters, and drops empty ones, in place.
 
-    DeepSpeed shards a group of parameters over one group of ranks.
+    DeepSpeed shards a group of parameters over one group of ranks. It drops empty groups, too, but not the values that
+    a schedule keeps for them: those of later groups would be taken from the group before.
 
     Args:
         groups: parameter groups of an optimizer.
@@ -89,6 +90,11 @@ def separate_experts(groups: list[dict[str, Any]], schedule: Any = None) -> list
     Returns:
         ``groups``.
     """
+    empty = [index for index, group in enumerate(groups) if not group["params"]]
+    by_group: list[Any] = [groups, *(getattr(schedule, name, None) for name in _BY_GROUP)]
+    for values in by_group:
+        for index in reversed(empty if isinstance(values, list) else ()):
+            del values[index]
     for index, group in enumerate(list(groups)):
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         if not experts:

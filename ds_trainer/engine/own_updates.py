@@ -38,6 +38,13 @@ _GROUPS = (
     "A script has added a parameter group to the optimizer, but DeepSpeed partitioned the parameters when the training "
     "began: let create_optimizer make all groups, and freeze parameters in on_train_begin."
 )
+_SETS = "A script has set {}={} while the model trains, but the engine was made for {}: set it before train()."
+_REPLACES = (
+    "A script has replaced trainer.{} while the model trains, but DeepSpeed updates with that of the beginning: change "
+    "the values in its param_groups, or return another one from create_optimizer and create_scheduler."
+)
+_FIXED = ("max_grad_norm", "gradient_accumulation_steps")
+UPDATING = ("optimizer", "lr_scheduler")
 _STATE = (
     "A script looks for parameters in the optimizer ({name}), but ZeRO and 16-bit optimizers have flat partitions: a "
     "change would have no effect. Take model.parameters(), read states of each on all ranks with deepspeed.utils."
@@ -91,6 +98,28 @@ class WithoutParameters(list[Any]):
         if called_by_script(1):
             raise ConfigError(_STATE.format(name="in param_groups, whose lists are empty between updates of ZeRO 3"))
         return super().__iter__()
+
+
+class Unchanged:
+    """What the engine was made for, and a script may not replace while the model trains.
+
+    Args:
+        args: the training arguments.
+        updating: returns the optimizer and the schedule of the Trainer.
+    """
+
+    def __init__(self, args: Any, updating: Callable[[], tuple[Any, Any]]) -> None:
+        self._args, self._updating = args, updating
+        self._fixed, self._begun = {name: getattr(args, name) for name in _FIXED}, updating()
+
+    def check(self) -> None:
+        """Raise a ConfigError that names what a script has replaced."""
+        for name, kept in self._fixed.items():
+            if getattr(self._args, name) != kept:
+                raise ConfigError(_SETS.format(name, getattr(self._args, name), kept))
+        for name, now, begun in zip(UPDATING, self._updating(), self._begun, strict=True):
+            if now is not begun:
+                raise ConfigError(_REPLACES.format(name))
 
 
 class OwnUpdates:

@@ -339,16 +339,14 @@ class Cleared(Step):
         return loss.detach()
 
 
-class Projected(Step):
-    """Gradient surgery: the gradients of two losses are combined by hand."""
-
+class Projected(Step):  # gradient surgery: gradients of two losses are combined by hand
     def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
         outputs, parameters = model(**inputs), list(self.model.parameters())
         first = torch.autograd.grad(outputs["loss"] / STEPS, parameters, retain_graph=True)
         second = torch.autograd.grad(outputs["logits"].pow(2).mean() / STEPS, parameters)
         for parameter, one, two in zip(parameters, first, second, strict=True):
             one = one - (one * two).sum().clamp(max=0) * two / two.pow(2).sum()
-            parameter.grad = one + two if parameter.grad is None else parameter.grad + one + two
+            parameter.grad = one + two + (0 if parameter.grad is None else parameter.grad)
         return outputs["loss"].detach() / STEPS
 
 

@@ -116,17 +116,6 @@ class LatePenalty(Penalty):
         return (loss, outputs) if return_outputs else loss
 
 
-class LateStep(LatePenalty, Step):
-    """Has whole weights until its backward pass."""
-
-    refused: ClassVar = ((), "")
-
-    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
-        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
 class Anchor(Penalty):
     """The distance to the weights before the training."""
 
@@ -308,8 +297,25 @@ class CountsNothing(CountsItself):
 class CountsOther(CountsNothing):
     """A number that its loss, a mean, does not use."""
 
+    model = Classifier
+
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         return super().get_batch_samples(epoch_iterator, num_batches, device)[0], torch.tensor(100)
+
+
+class EmptyGroups:
+    """As LoRA+ makes them; each group has its own schedule."""
+
+    def create_optimizer(self: Any, *given: Any) -> Any:
+        first, second = self.model.first.parameters(), self.model.second.parameters()
+        groups = [{"params": list(first), "lr": 0.1}, {"params": [], "lr": 9.0}, {"params": list(second), "lr": 0.3}]
+        self.optimizer = torch.optim.SGD(groups)
+        return self.optimizer
+
+    def create_scheduler(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+        rates = [lambda step: 1 / (1 + step), lambda step: 0.0, lambda step: 0.5**step]
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rates)
+        return self.lr_scheduler
 
 
 class Pickles:
@@ -327,9 +333,10 @@ class Pickles:
 SHAPES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        *(OfMask, OfNorm, OfSpectralNorm, Alternates, ReturnsNothing, Penalty, Anchor, LatePenalty, LateStep, Teacher),
+        *(OfMask, OfNorm, OfSpectralNorm, Alternates, ReturnsNothing, Penalty, Anchor, LatePenalty, Teacher),
         *(OwnOptimizer, HalvesGradients, HalvesWholeGradients, Prunes, Freezes, Ties, Replaces, Adds, Clips, Pickles),
         *(Accumulates, Swaps, ResetsMoments, ResetsGroups, CountsItself, CountsNothing, CountsOther),
+        EmptyGroups,
     )
 }
 

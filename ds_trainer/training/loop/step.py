@@ -21,6 +21,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
+from ds_trainer.engine.own_updates import UPDATING, Unchanged
 from ds_trainer.engine.zero3.shard_access import WatchedUses
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter
@@ -46,14 +47,6 @@ if TYPE_CHECKING:
     from ds_trainer.engine.training_engine import TrainingEngine
     from ds_trainer.training.loop.memory_recovery import MemoryRecovery
     from ds_trainer.training.protocol import TrainerProtocol
-
-_SETS = "A script has set {}={} while the model trains, but the engine was made for {}: set it before train()."
-_REPLACES = (
-    "A script has replaced trainer.{} while the model trains, but DeepSpeed updates with that of the beginning: change "
-    "the values in its param_groups, or return another one from create_optimizer and create_scheduler."
-)
-_FIXED = ("max_grad_norm", "gradient_accumulation_steps")
-_UPDATING = ("optimizer", "lr_scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +93,7 @@ class StepMethods:
             begin_copy=begin_copy,
             uses_accelerator=trainer.compute_loss_func is not None or not USE_THE_COUNT.isdisjoint(changed),
             own_step="training_step" in changed,
-            updating=partial(attrgetter(*_UPDATING), trainer),
+            updating=partial(attrgetter(*UPDATING), trainer),
         )
 
 
@@ -269,8 +262,7 @@ class StepRunner:
             None if engine.deepspeed_schedule is not None or steps_on_metric(lr_scheduler) else lr_scheduler
         )
         self._device = device
-        self._fixed = [getattr(events.args, name) for name in _FIXED]
-        self._updating = methods.updating()
+        self._unchanged = Unchanged(events.args, methods.updating)
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
         begin = methods.begin_copy if recovery is None else None  # a micro-batch may be split
@@ -332,12 +324,7 @@ class StepRunner:
             # From here on the gradients are those of the global batch. Whether they reach the weights is decided by all
             # ranks together: one rank that skips alone would have other weights from now on.
             events.notify("on_pre_optimizer_step")
-            for name, kept in zip(_FIXED, self._fixed, strict=True):
-                if getattr(events.args, name) != kept:
-                    raise ConfigError(_SETS.format(name, getattr(events.args, name), kept))
-            for name, now, begun in zip(_UPDATING, self._methods.updating(), self._updating, strict=True):
-                if now is not begun:
-                    raise ConfigError(_REPLACES.format(name))
+            self._unchanged.check()
             self.learning_rate = current_lr(self._optimizer)
             health.begin_update()
             skip, recovery = guard.before_update(losses), self._recovery
