@@ -36,8 +36,17 @@ Measured with a small encoder and six samples.
 |---|---|
 | CosineSimilarityLoss, TripletLoss, ContrastiveLoss, MegaBatchMarginLoss, MarginMSELoss, MSELoss | items |
 | MultipleNegativesRankingLoss (also symmetric), CoSENTLoss, AnglELoss | **not additive** |
-| BatchAllTripletLoss, BatchHardTripletLoss | **not additive** |
+| BatchAllTripletLoss, BatchHardTripletLoss, BatchSemiHardTripletLoss, OnlineContrastiveLoss | **not additive** |
 | the first with `gather_across_devices`, on several ranks | **not additive**: depends on other ranks |
+
+## Detection
+
+Measured with six images and SciPy installed, which these losses need.
+
+| model | the loss is a mean over |
+|---|---|
+| DetrForObjectDetection | **not additive**: boxes, and all queries for the classes |
+| ConditionalDetrForObjectDetection | boxes |
 """
 _TEXTS = {"sum": "nothing: it is a sum", "not additive": "**not additive**"}
 

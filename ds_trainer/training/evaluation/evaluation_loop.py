@@ -45,7 +45,7 @@ from ds_trainer.training.loop.batches import checked_batch, checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.loss_computation import LossMethod
-from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
+from ds_trainer.training.loop.loss_measurement import few_samples, measured_weighting
 from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
@@ -226,7 +226,7 @@ class EvalLoop:
                 loss = trainer.prediction_step(model, part, True)[0]
             return None if loss is None else torch.as_tensor(loss)
 
-        more = partial(two_samples, self.loader, rule.count)
+        more = partial(few_samples, self.loader, rule.count)
         replica = self.assembly.layout.coordinates(distributed.rank()).dp
         found = measured_weighting(
             loss_of=loss_of,

@@ -50,6 +50,7 @@ class Evaluator:
         self.stop_requested: Callable[[], bool] | None = None
         self._assembly = assembly
         self._pieces: LogitPieces | LogitsToHost | None = None
+        self._verified: Any = None
 
     @property
     def _trainer(self) -> TrainerProtocol:
@@ -254,8 +255,10 @@ class Evaluator:
             distributed.all_reduce_sum(loss)
             return loss
 
-        if self._losses.rule.normalized and not self._losses.rule.verified:
-            self._losses.rule.verify(items, items, of_all_ranks)
+        rule = self._losses.rule
+        if rule.normalized and not rule.verified and self._verified is not rule:
+            rule.verify(items, items, of_all_ranks)
+            self._verified, rule.verified = rule, False  # the first step of a training looks at more
 
     def _loss_needs_no_labels(self) -> bool:
         """Whether a batch without labels has a loss: the user computes the loss, and the model takes no labels."""

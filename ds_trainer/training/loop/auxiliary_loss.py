@@ -85,8 +85,8 @@ def undivided_part(items: torch.Tensor, share: torch.Tensor) -> float:
     return part if math.isfinite(part) else 0.0
 
 
-def warn_of_undivided_part(items: torch.Tensor, share: torch.Tensor) -> None:
-    """Warn if a part of the loss counts once for each micro-batch (:func:`undivided_part`)."""
+def warn_of_undivided_part(items: torch.Tensor, share: torch.Tensor) -> bool:
+    """Warn if a part of the loss counts once for each micro-batch (:func:`undivided_part`); returns whether it did."""
     part = undivided_part(items, share)
     if abs(part) > _TOLERANCE:
         logger.warning(
@@ -96,3 +96,4 @@ def warn_of_undivided_part(items: torch.Tensor, share: torch.Tensor) -> None:
             "`adds_auxiliary_loss = True` on the model instead, and the Trainer does this.",
             100 * part,
         )
+    return abs(part) > _TOLERANCE

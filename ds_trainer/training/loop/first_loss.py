@@ -10,17 +10,20 @@ import torch
 from torch import nn
 
 from ds_trainer.data.batch_structure import number_of_samples
+from ds_trainer.data.columns import base_model
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import warn_of_undivided_part
 from ds_trainer.training.loop.batch_splitting import joined, with_equal_rows
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
-from ds_trainer.training.loop.loss_measurement import measured_weighting, two_samples
-from ds_trainer.training.loop.loss_rule import Weighting
+from ds_trainer.training.loop.loss_measurement import ENOUGH, checked_sum, few_samples, measured_weighting
 from ds_trainer.utils import distributed
+from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.plain_attributes import owner_of, plain_attributes_restored
 from ds_trainer.utils.ranks import reads, reporting
 from ds_trainer.utils.seeds import random_state, restore_random_state
+
+logger = get_logger(__name__)
 
 
 class FirstLoss:
@@ -32,6 +35,7 @@ class FirstLoss:
         items: items of the global batch.
         layout: the layout of the job.
         prepare: moves a batch to the device.
+        several_micro_batches: whether the global batch is more than one micro-batch of one rank.
 
     Attributes:
         items: see above; counted again if the loss is the mean of something else.
@@ -44,6 +48,7 @@ class FirstLoss:
         items: ItemCount,
         layout: ParallelLayout,
         prepare: Callable[[Any], dict[str, Any]],
+        several_micro_batches: bool,
     ) -> None:
         self._losses = losses
         self._method = method
@@ -51,7 +56,9 @@ class FirstLoss:
         self._count = items.divisor.clone().requires_grad_()
         self._layout = layout
         self._prepare = prepare
+        self._several = several_micro_batches
         self._contribution: torch.Tensor | None = None
+        self._depends = ""  # on what the loss depends, in words
 
     def compute(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """Compute the loss of ``inputs``, and verify the rule, with the same result on all ranks. Collective."""
@@ -73,22 +80,40 @@ class FirstLoss:
             scale = self._scale(loss, model, copy.copy(inputs), random_before)
             # A batch without targets on any rank cannot tell; the next one is asked.
             rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
+        if rule.normalized and not rule.auxiliary and self._several:
+            self._check(model, inputs)
         if not rule.normalized:
             self._measure(model, inputs)
         return loss
+
+    def _check(self, model: nn.Module, inputs: Any) -> None:
+        """Whether a loss that seems to be divided by the count is such a sum; reject what ignores it. Collective."""
+        code = getattr(self._method.call, "__module__", None) or "", type(base_model(model)).__module__
+        of_libraries = all(name.startswith(("ds_trainer.", "transformers.models.")) for name in code)
+        if of_libraries and self._losses.loss_function is None:  # tests hold these
+            return
+        self._depends = self._measured(checked_sum, model, inputs)
+        if not self._depends:
+            return
+        once, twice = (self._without_graph(model, copy.copy(inputs), n * self._count.detach()) for n in (1, 2))
+        ignores = bool(abs(once - twice) <= 1e-3 * abs(once))
+        if distributed.agree(torch.tensor([int(ignores)]))[0]:
+            self._losses.rule.reject()
+            self._depends = ""
 
     def _measure(self, model: nn.Module, inputs: Any) -> None:
         """Measure what the losses of micro-batches are the mean of, and count the step by that. Collective."""
         losses, rule = self._losses, self._losses.rule
         rule.verified = True
         if not rule.weighting.settled:
-            rule.use(self._measured(model, inputs))
+            rule.use(self._measured(measured_weighting, model, inputs, kept=rule.kept))
             if not rule.weighting.settled:
                 losses.look_again()
         if rule.weighting.count is not rule.count:
             self.items = losses.recount()
 
-    def _measured(self, model: nn.Module, inputs: Any) -> Weighting:
+    def _measured(self, measure: Callable[..., Any], model: nn.Module, inputs: Any, **more_arguments: Any) -> Any:
+        """What ``measure`` finds with samples of this rank, whose losses it computes as user code does."""
         losses, rule = self._losses, self._losses.rule
         shards = None if losses.sharder is None else losses
         batch, prepare = (inputs, copy.copy) if shards is None else (losses.beginning(losses.batches[0]), self._prepare)
@@ -99,18 +124,18 @@ class FirstLoss:
                 return torch.as_tensor(losses.of(self._method, model, prepare(own), self._count.detach()))
 
         def more() -> Any:
-            found = two_samples(losses.loader, rule.count)
-            if found is None and number_of_samples(batch) == 1 and shards is None:
+            found = few_samples(losses.loader, rule.count)
+            if found is None and number_of_samples(batch) < ENOUGH and shards is None:
                 found = joined(losses.batches[0], losses.batches[-1]) if len(losses.batches) > 1 else None
             if found is None or shards is not None:
                 return None if found is None else losses.beginning(found)
             return self._prepare(found)
 
         plain = self._prepare.__module__.startswith(__name__.partition(".")[0])
-        ids = losses.sources.ids
         more_samples = more if plain and not losses.packed else None
         replica, owner = self._layout.coordinates(distributed.rank()).dp, owner_of(self._method.call)
-        found = measured_weighting(
+        ids = losses.sources.ids
+        found = measure(
             loss_of=loss_of,
             model=model,
             batch=batch,
@@ -119,8 +144,8 @@ class FirstLoss:
             replica=replica,
             more=more_samples,
             training=True,
-            kept=rule.kept,
             shards=shards,
+            **more_arguments,
         )
         losses.sources.ids = ids
         return found
@@ -149,13 +174,15 @@ class FirstLoss:
         scaled, plain = distributed.agree(torch.tensor([int(to_scaled < to_plain), int(to_plain < to_scaled)]))
         return float(factor) if scaled else 1.0 if plain else None
 
-    def before_backward(self, contribution: torch.Tensor, several_micro_batches: bool) -> None:
+    def before_backward(self, contribution: torch.Tensor) -> None:
         """Keep the gradient of ``contribution`` for :meth:`after_backward`, if there are several micro-batches."""
-        if self._losses.rule.normalized and contribution.requires_grad and several_micro_batches:
+        if self._losses.rule.normalized and contribution.requires_grad and self._several:
             contribution.retain_grad()
             self._contribution = contribution
 
     def after_backward(self) -> None:
-        """Warn if a part of the loss is not divided by the item count. Waits for the device."""
-        if self._contribution is not None:
-            warn_of_undivided_part(self._count, self._contribution)
+        """Warn if a part of the loss is not divided by the item count, or depends on more. Waits for the device."""
+        if self._contribution is not None and warn_of_undivided_part(self._count, self._contribution):
+            return
+        if self._depends and distributed.rank() == 0:
+            logger.warning("%s", self._depends)

@@ -77,7 +77,7 @@ class LossComputation:
 
     Attributes:
         rule: see above; replaced if ``model_accepts_loss_kwargs`` is set.
-        sharder, packed, check, chunked, sources, label_names, overlap_count: see above.
+        sharder, packed, check, chunked, sources, label_names, overlap_count, loss_function: see above.
         for_loop: whether ``compute_loss`` returns a contribution, as the loop needs it. Otherwise it returns the value
             that the ``training_step`` of a subclass expects, whose ``accelerator.backward`` averages over the ranks.
         first_samples: those of the first steps, with which the first evaluations are compared.
@@ -124,7 +124,7 @@ class LossComputation:
         self._counted: Mapping[int, tuple[Any, torch.Tensor]] = {}
         self._steps_to_look = self._last_wait = 0
         self._superseded: torch.Tensor | None = None  # the count of the step before it was counted again
-        self._loss_function = loss_function
+        self.loss_function = loss_function
         self._shifts_for_function = loss_function is not None and takes_shifted_labels(loss_function)
         self._smoother = smoother
         self.label_names = tuple(label_names)
@@ -276,7 +276,7 @@ class LossComputation:
         """
         # The loop does this in `of`, and not where it wants the outputs of an evaluation.
         with nullcontext() if self.for_loop else self.chunked.deferring(model):
-            if self._loss_function is not None:
+            if self.loss_function is not None:
                 name = labels_in(inputs, self.label_names)
                 labels = inputs.pop(name) if name is not None else None
                 if labels is None:
@@ -285,7 +285,7 @@ class LossComputation:
                 if self._shifts_for_function and "shift_labels" in inputs:
                     shifted = {"shift_labels": inputs.pop("shift_labels")}
                 outputs = model(**inputs)
-                loss = self._loss_function(outputs, labels, num_items_in_batch=items, **shifted)
+                loss = self.loss_function(outputs, labels, num_items_in_batch=items, **shifted)
             elif self._smoother is not None:
                 targets = self._smoother.take_targets(inputs)
                 outputs = model(**inputs)

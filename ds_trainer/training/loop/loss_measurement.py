@@ -32,7 +32,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import CHECK, get_logger
 from ds_trainer.utils.plain_attributes import plain_attributes_restored
-from ds_trainer.utils.undisturbed import train_but_for_noise, undisturbed
+from ds_trainer.utils.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from ds_trainer.training.loop.loss_computation import LossComputation
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _READ = 16  # samples of a dataset that are looked at to find two that differ
+ENOUGH = 4  # samples; a loss of pairs or triplets is often the mean of those of two single ones
 
 
 def measured_weighting(
@@ -80,27 +81,11 @@ def measured_weighting(
         whole, reason = _samples(batch, items, more, 2 if shards is None else 1)
         first, own = units_of(whole, items.label_names, getattr(base_model(model), "config", None))
         units: list[Any] = [*([] if before is None else [before.count]), *first, items, SAMPLES, *own]
-        found = None
-        for mode in (training, not training) if whole is not None else ():
-            found = _run(LossPasses(loss_of, model, whole, units, mode, replica, shards=shards))
-            if found.short and (samples := number_of_samples(whole)) > 2:
-                whole = samples_of_batch(whole, [0, samples - 1])
-                found = _run(LossPasses(loss_of, model, whole, units, mode, replica, shards=shards))
-            if not found.error and (found.fits or not found.drew or found.repeats):
-                break
+        given: dict[str, Any] = dict(loss_of=loss_of, model=model, units=units, training=training, replica=replica)
+        found = _found(whole, shards=shards, **given)
         fails = found is not None and not found.fits and found.among_ranks is None
         if fails and shards is None and (pairs := _pairs(batch, items)) is not None:
-            of_pairs = _run(
-                LossPasses(
-                    loss_of=loss_of,
-                    model=model,
-                    whole=pairs,
-                    units=units,
-                    training=training,
-                    replica=replica,
-                    splits=PAIRS,
-                )
-            )
+            of_pairs = LossPasses(whole=pairs, splits=PAIRS, **given).run()
             if of_pairs.fits[:1] not in ([], [len(units)]) or of_pairs.among_ranks is not None:
                 found = of_pairs
     if found is not None and found.random and distributed.rank() == 0:
@@ -110,10 +95,51 @@ def measured_weighting(
     return replace(verdict, for_evaluation=found is None or found.for_evaluation or not verdict.additive)
 
 
-def _run(passes: LossPasses) -> LossPasses:
-    (train_but_for_noise if passes.training else nn.Module.eval)(passes.model)
-    passes.run()
-    return passes
+def checked_sum(
+    loss_of: Callable[[Any], torch.Tensor | None],
+    model: nn.Module,
+    batch: Any,
+    items: ItemCounter,
+    owner: Any = None,
+    replica: int = 0,
+    more: Callable[[], Any] | None = None,
+    training: bool = True,
+    shards: LossComputation | None = None,
+) -> str:
+    """Why a loss of a script that is divided by the item count of the step is not the sum of those of its parts.
+
+    Empty if it is, or if it cannot be measured. For the arguments see :func:`measured_weighting`. Collective.
+
+    Raises:
+        ConfigError: the loss of a sequence is not the sum of the losses of its shards.
+    """
+    with undisturbed(model), nullcontext() if owner is None else plain_attributes_restored(owner):
+        whole, _ = _samples(batch, items, more, 2 if shards is None else 1)
+        given: dict[str, Any] = dict(loss_of=loss_of, model=model, units=[], training=training, replica=replica)
+        found = _found(whole, shards=shards, **given)
+    if found is None or found.error or max(found.residuals) < 0 or (found.drew and not (found.fits or found.repeats)):
+        return ""
+    name = type(base_model(model)).__name__
+    if found.among_ranks is not None:
+        return _AMONG_RANKS % (name, *found.among_ranks)
+    if not found.fits:
+        return _NOT_DIVIDED % (name, found.numbers())
+    if found.fit_shards == []:
+        raise ConfigError(_NOT_A_SUM_OF_SHARDS.format(name, *found.whole_and_shards))
+    return ""
+
+
+def _found(whole: Any, training: bool, **given: Any) -> LossPasses | None:
+    """The passes in the mode that tells, for the arguments of :class:`LossPasses`; None without samples."""
+    found = None
+    for mode in (training, not training) if whole is not None else ():
+        found = LossPasses(whole=whole, training=mode, **given).run()
+        if found.short and (samples := number_of_samples(whole)) > 2:
+            whole = samples_of_batch(whole, [0, samples - 1])
+            found = LossPasses(whole=whole, training=mode, **given).run()
+        if not found.error and (found.fits or not found.drew or found.repeats):
+            break
+    return found
 
 
 def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None, least: int) -> tuple[Any, str]:
@@ -122,13 +148,18 @@ def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None, lea
     All compute the same: their passes communicate alike, and fail alike, under ZeRO-3 too.
     """
     world, rank = distributed.world_size(), distributed.rank()
-    [first] = distributed.agree(torch.tensor([world - rank if _can_tell(batch, items) else 0]))
-    source = world - first if first else 0
-    if more is not None and not first and rank == 0:
+    tells = _can_tell(batch, items)
+    votes = [tells and (_has_tokens(batch, items) or number_of_samples(batch) >= ENOUGH), tells]
+    best, first = distributed.agree(torch.tensor([(world - rank) * vote for vote in votes]))
+    source = world - (best or first or world)
+    if more is not None and not best:
+        found = None
         try:
-            batch = more() or batch
+            found = more() if rank == 0 else None
         except Exception as problem:  # samples of the data set that no batch has together may not fit into one
-            logger.debug("Two samples of the data set make no batch: %s", problem)
+            logger.debug("Samples of the data set make no batch: %s", problem)
+        if distributed.agree(torch.tensor([int(found is not None)]))[0]:
+            source, batch = 0, batch if found is None else found
     chosen, reason = distributed.broadcast_object(
         _most_different(batch, items, least) if rank == source else None, source
     )
@@ -204,7 +235,9 @@ def _verdict(
         log("The loss of %s is a sum: the losses of micro-batches are added up.", name, extra={CHECK: "loss"})
         return Weighting(items, summed=True, settled=True)
     both = {units.index(items), units.index(SAMPLES)} <= set(fits)
-    ambiguous = found.is_ambiguous() or (both and _has_tokens(found.whole, items))
+    tokens = _has_tokens(found.whole, items)
+    few = not tokens and number_of_samples(found.whole) < ENOUGH  # may be the mean of single ones by chance
+    ambiguous = found.is_ambiguous() or (both and tokens) or few or (found.alike and not tokens)
     if units[fits[0]] is not items:
         text = "The loss of %s is a mean over %s: micro-batches are weighted by their number."
         log(text, name, units[fits[0]], extra={CHECK: "loss"})
@@ -234,6 +267,18 @@ _NOT_OF_SHARDS = (
     "a part of each sequence: compare its logits with shift_labels, which are not to be shifted again, and return the "
     "mean over all targets, or their sum divided by num_items_in_batch; or set both sizes to 1."
 )
+_NOT_A_SUM_OF_SHARDS = (
+    "The loss of {} for whole sequences, {:.4g}, is not the sum of its losses for their shards, {:.4g}, although it "
+    "takes num_items_in_batch. With context_parallel_size or sequence_parallel_size above 1 each rank has a part of "
+    "each sequence: compare its logits with shift_labels, which are not to be shifted again, and divide the sum over "
+    "its targets by num_items_in_batch; or set both sizes to 1."
+)
+_NOT_DIVIDED = (
+    "The loss of %s takes num_items_in_batch, but for some samples it is not the sum of the losses of parts of them%s: "
+    "loss and gradient depend on which samples share a micro-batch and on the number of ranks. Return the sum over the "
+    "items of the micro-batch divided by num_items_in_batch, or do not take num_items_in_batch: what the loss is the "
+    "mean of is measured then."
+)
 _AMONG_RANKS = (
     "The loss of %s depends on the samples of other ranks, with which it communicates (%.4g; with other samples there "
     "%.4g): loss, gradient and eval_loss depend on the number of ranks and on which samples they have together, so "
@@ -248,10 +293,11 @@ _NOT_ADDITIVE = (
 )
 
 
-def two_samples(loader: Any, items: ItemCounter) -> Any:
-    """A batch of two samples of a loader's dataset, with different items or labels if there are such; None if not.
+def few_samples(loader: Any, items: ItemCounter) -> Any:
+    """A batch of samples of a loader's dataset: two of tokens, with different items if there are such, or four.
 
-    They are collated as those of the loader are. No loader but one with an indexed dataset can give them.
+    None if it has not so many. They are collated as those of the loader are. No loader but one with an indexed dataset
+    can give them.
     """
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -263,10 +309,14 @@ def two_samples(loader: Any, items: ItemCounter) -> Any:
         if not isinstance(batch, Mapping) or number_of_samples(batch) != 1:
             return None
         found.append((_keys(batch, items)[0], sample))
-        if found[-1][0][0] != found[0][0][0]:
+        tokens = _has_tokens(batch, items)
+        if found[-1][0][0] != found[0][0][0] if tokens else len({key for key, _ in found[ENOUGH - 2 :]}) > 1:
             break
     found.sort(key=lambda pair: pair[0])
-    return loader.collate_fn([found[0][1], found[-1][1]]) if len(found) > 1 else None
+    if len(found) < 2:
+        return None
+    picked = [found[0], found[-1]] if tokens or len(found) < ENOUGH else [*found[:2], *found[-2:]]
+    return loader.collate_fn([sample for _, sample in picked])
 
 
 def _can_tell(batch: Any, items: ItemCounter) -> bool:

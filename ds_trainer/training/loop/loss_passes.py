@@ -95,6 +95,7 @@ class LossPasses:
             to the largest loss, the largest of all ranks; -1 if the losses are 0.
         fits: the candidates for which rounding explains it; the number of them stands for the sum.
         error: the first one on this or another rank; empty without.
+        alike: whether all losses are equal, as where no sample has a negative: they may be of any kind.
         random: whether the loss is another one with other random numbers (masks, negatives, noise).
         drew, foreign: whether random numbers were drawn, and whether by NumPy or Python.
         repeats: whether each sample drew the same ones in all passes, as far as that is known.
@@ -107,7 +108,7 @@ class LossPasses:
     """
 
     among_ranks: tuple[float, float] | None = None
-    random = False
+    random = alike = False
 
     def __init__(
         self,
@@ -137,8 +138,9 @@ class LossPasses:
         self.fits: list[int] = []
         self.repeats, self.for_evaluation = False, not training
 
-    def run(self) -> None:
-        """Compute the losses. Collective."""
+    def run(self) -> LossPasses:
+        """Compute the losses; returns this object. Collective."""
+        (train_but_for_noise if self.training else nn.Module.eval)(self.model)
         everything = list(range(number_of_samples(self.whole)))
         noticed = NoticedCollectives() if distributed.world_size() > 1 else None
         self._add(everything, self.whole, None, noticed)
@@ -184,6 +186,10 @@ class LossPasses:
             evaluated = self._losses.pop()
             near = abs(trained - evaluated) <= _tolerance(self.model) * max(abs(trained), abs(evaluated))
             self.for_evaluation = not distributed.agree(torch.tensor([int(not near)]))[0]
+        spread = max(self._losses) - min(self._losses)
+        varies = not spread <= _tolerance(self.model) * max(map(abs, self._losses))
+        self.alike = not distributed.agree(torch.tensor([int(varies)]))[0]
+        return self
 
     def _verify_sum(self, draws: DrawsOfSamples | None) -> None:
         """Compare a loss that may be a sum with those of single samples. Collective.
@@ -292,7 +298,7 @@ class LossPasses:
 
     def _judge(self) -> None:
         """Compare the losses so far. Collective."""
-        own = [self._residual(index) for index in [*range(len(self._counts[0])), None]]
+        own = [self._residual(index) for index in [*range(len(self._units)), None]]
         own += [float(bool(self.error)), float(self.short)]
         *self.residuals, failed, short = distributed.largest(torch.tensor(own, dtype=torch.float64)).tolist()
         self.short = bool(short)

@@ -169,7 +169,10 @@ class MicroBatchRunner:
         items = losses.items_of_step(num_items_in_batch)
         if not (model.training and self._module.training):  # a callback may have left it in evaluation mode
             model.train()
-        first = None if rule.verified else FirstLoss(losses, method, items, self._layout, self._methods.prepare_inputs)
+        first = None
+        if not rule.verified:
+            prepare = self._methods.prepare_inputs
+            first = FirstLoss(losses, method, items, self._layout, prepare, self.several_micro_batches)
         local = None if first is not None or rule.normalized else losses.local_items(inputs)
         equal = with_equal_rows(inputs) if first is None and rule.weighting.among_ranks else inputs
         prepared = self._methods.prepare_inputs(equal)
@@ -189,7 +192,7 @@ class MicroBatchRunner:
         elif by_source is not None:
             by_source.add(losses.sources.take())
         if first is not None:
-            first.before_backward(contribution, self.several_micro_batches)
+            first.before_backward(contribution)
         # A copy if it is the tensor of the model: a CUDA graph reuses that memory for the next loss.
         kept = contribution.detach().clone() if contribution is loss else contribution.detach()
         if dummy:

@@ -61,12 +61,39 @@ SAID = {"class weights": partial(tokens, weight=torch.linspace(0.2, 3, VOCABULAR
 LOSSES = {**EQUAL, **REFUSED, **SAID}
 
 
+def contrastive(logits: torch.Tensor, batch: Batch, count: Any) -> torch.Tensor:
+    found = logits.mean(1)
+    return F.cross_entropy(found @ found.T, torch.arange(len(found)), reduction="sum") / count
+
+
+# Losses that take num_items_in_batch.
+COUNTED: dict[str, Callable[[torch.Tensor, Batch, Any], torch.Tensor]] = {
+    "divided": lambda z, batch, count: tokens(z, batch, reduction="sum") / count,
+    "ignored, but in the graph": lambda z, batch, count: tokens(z, batch) + 0 * count,
+    "ignored": lambda z, batch, count: tokens(z, batch),
+    "shifts itself, divided": lambda z, batch, count: (
+        F.cross_entropy(z[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum") / count
+    ),
+    "contrastive, divided": contrastive,
+    "undivided term": lambda z, batch, count: tokens(z, batch, reduction="sum") / count + z.square().mean(),
+}
+
+
 class Own(Trainer):
     loss = ""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
         outputs = model(**{name: value for name, value in inputs.items() if name != "weights"})
         loss = LOSSES[self.loss](outputs["logits"], inputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Counted(Own):
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**{name: value for name, value in inputs.items() if name != "weights"})
+        loss = COUNTED[self.loss](outputs["logits"], inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -93,7 +120,9 @@ def trained(name: str, folder: str, **values: Any) -> Any:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_trainer").addHandler(handler)
     try:
-        trainer = Own(PlainAttention(), args, train_dataset=rows(), eval_dataset=rows()[:11])
+        kind, model = Counted if name in COUNTED else Own, PlainAttention()
+        model.accepts_loss_kwargs = name in COUNTED
+        trainer = kind(model, args, train_dataset=rows(), eval_dataset=rows()[:11])
         trainer.loss = name
         alone = trainer.evaluate()["eval_loss"]
         trainer.train()
@@ -111,7 +140,10 @@ def wanted(name: str) -> tuple[float, ...]:
     model, batch = PlainAttention(), torch.utils.data.default_collate(rows())
 
     def loss_of(part: Batch) -> torch.Tensor:
-        return LOSSES[name](model(part["input_ids"], attention_mask=part["attention_mask"])["logits"], part)
+        logits = model(part["input_ids"], attention_mask=part["attention_mask"])["logits"]
+        if name in COUNTED:
+            return COUNTED[name](logits, part, part["labels"][:, 1:].ne(-100).sum())
+        return LOSSES[name](logits, part)
 
     loss = loss_of(batch)
     loss.backward()
@@ -120,8 +152,8 @@ def wanted(name: str) -> tuple[float, ...]:
     return float(loss.detach()), float(norm), evaluated, evaluated
 
 
-def all_trained(folder: str, **values: Any) -> dict[str, Any]:
-    return {name: trained(name, folder, **values) for name in LOSSES}
+def all_trained(folder: str, names: list[str], **values: Any) -> dict[str, Any]:
+    return {name: trained(name, folder, **values) for name in names}
 
 
 THREE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "per_device_eval_batch_size": 4}
@@ -140,7 +172,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_loss_of_shards_is_that_of_one_process_or_said(layout: str, tmp_path: Path) -> None:
     world, values = LAYOUTS[layout]
     sharded = layout != "tp 2"
-    of_ranks = pool(world).run(partial(all_trained, str(tmp_path), **values))
+    of_ranks = pool(world).run(partial(all_trained, str(tmp_path), list(LOSSES), **values))
     for rank, found in enumerate(of_ranks):
         for name, (result, said) in found.items():
             if name in REFUSED and sharded:
@@ -150,6 +182,29 @@ def test_a_loss_of_shards_is_that_of_one_process_or_said(layout: str, tmp_path: 
             elif rank == 0:
                 what = "which tokens of a sequence a rank has" if sharded else "which samples share a micro-batch"
                 assert what in " ".join(said)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("layout", ["cp 2", "tp 2", "dp 2", "dp 2, cp 2"])
+def test_a_loss_with_the_count_is_that_of_one_process_or_said(layout: str, tmp_path: Path) -> None:
+    world, values = (2, TWO) if layout == "dp 2" else LAYOUTS[layout]
+    found = pool(world).run(partial(all_trained, str(tmp_path), list(COUNTED), **values))[0]
+    for name, words in {
+        "divided": "",
+        "ignored": "does not depend on num_items_in_batch",
+        "ignored, but in the graph": "does not depend on num_items_in_batch",
+        "shifts itself, divided": "is not the sum of its losses for their shards" if "cp" in layout else "",
+        "contrastive, divided": "for some samples it is not the sum of the losses of parts of them",
+        "undivided term": "does not depend on num_items_in_batch, although the rest is divided by it",
+    }.items():
+        result, said = found[name]
+        assert words in result if isinstance(result, str) else words in " ".join(said), (name, result, said)
+        if isinstance(result, str):
+            continue
+        if (words.startswith("does not depend on num_items_in_batch") and "although" not in words) or not words:
+            assert result == pytest.approx(wanted(name), rel=2e-5), (name, layout)
+        else:
+            assert result != pytest.approx(wanted(name), rel=2e-5), (name, layout)
 
 
 def _known(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

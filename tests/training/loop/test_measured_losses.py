@@ -237,7 +237,7 @@ def test_one_sentence_says_what_depends_on_the_layout(caplog: pytest.LogCaptureF
         assert word in record.getMessage()
 
 
-def test_a_loss_that_needs_two_samples_is_measured_with_two(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_needs_few_samples_is_measured_with_two(caplog: pytest.LogCaptureFixture) -> None:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if len(logits) < 2:
             raise ValueError("one sample has no pair")
