@@ -65,6 +65,7 @@ _TWO_SLICES = {"world": 2, "tensor_parallel_size": 2}
 _ZENFLOW = {"zero_stage": 3, "device": "cuda", "deepspeed": zero(zenflow={"topk_ratio": 0.1})}
 _BARE = Environment(version=lambda package: None)
 _TWO_PARTS = {"world": 2, "expert_parallel_size": 2}
+_ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 _QUANTIZED = zero(zero_quantized_weights=True)
 
 CASES = [
