@@ -65,7 +65,8 @@ _TWO_SLICES = {"world": 2, "tensor_parallel_size": 2}
 _ZENFLOW = {"zero_stage": 3, "device": "cuda", "deepspeed": zero(zenflow={"topk_ratio": 0.1})}
 _BARE = Environment(version=lambda package: None)
 _TWO_PARTS = {"world": 2, "expert_parallel_size": 2}
-_ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+_SUPER = zero(offload_optimizer={"device": "cpu", "super_offload": True})
+_HALF = zero(offload_optimizer={"device": "cpu", "ratio": 0.5})
 _QUANTIZED = zero(zero_quantized_weights=True)
 
 CASES = [
@@ -298,19 +299,9 @@ CASES = [
     keeps("experts-with-plain-offload", zero_stage=3, **_TWO_PARTS, offload_param="cpu", offload_optimizer="cpu"),
     breaks("experts-without-zeropp", device="cuda", zero_stage=3, **_TWO_PARTS, deepspeed=_QUANTIZED),
     breaks("experts-with-plain-offload", zero_stage=3, **_TWO_PARTS, offload_param="nvme", nvme_path="/nvme"),
-    breaks("experts-with-plain-offload", zero_stage=3, **_TWO_PARTS, offload_optimizer="nvme", nvme_path="/nvme"),
-    *(
-        breaks("experts-with-plain-offload", *others, zero_stage=stage, **_TWO_PARTS, deepspeed=zero(**values))
-        for stage, values, others in (
-            (
-                2,
-                {"zenflow": {}, "offload_optimizer": {"device": "cpu"}},
-                ("zenflow-needs-gpu", "zenflow-needs-stage-3"),
-            ),
-            (3, {"offload_optimizer": {"device": "cpu", "super_offload": True}}, ("superoffload-needs-gpu",)),
-            (3, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, ("partial-offload-needs-cpu-adam",)),
-        )
-    ),
+    breaks("experts-with-plain-offload", **_ZENFLOW, **_TWO_PARTS, offload_optimizer="cpu"),
+    breaks("experts-with-plain-offload", "superoffload-needs-gpu", zero_stage=3, **_TWO_PARTS, deepspeed=_SUPER),
+    breaks("experts-with-plain-offload", "partial-offload-needs-cpu-adam", zero_stage=3, **_TWO_PARTS, deepspeed=_HALF),
     breaks("batch-size-search-needs-one-rank-per-replica", auto_find_batch_size=True, **_TWO_PARTS),
     keeps("batch-size-search-needs-one-rank-per-replica", **_TWO_PARTS),
     *(keeps(f"{name}-needs-package", environment=_BARE) for name in ("datastates", "tensorboard", "wandb", "comet")),
