@@ -36,6 +36,7 @@ class FirstLoss:
         layout: the layout of the job.
         prepare: moves a batch to the device.
         several_micro_batches: whether the global batch is more than one micro-batch of one rank.
+        checks_parts: whether a loss of a script may run more passes, to be compared with those of parts of the batch.
 
     Attributes:
         items: see above; counted again if the loss is the mean of something else.
@@ -49,6 +50,7 @@ class FirstLoss:
         layout: ParallelLayout,
         prepare: Callable[[Any], dict[str, Any]],
         several_micro_batches: bool,
+        checks_parts: bool,
     ) -> None:
         self._losses = losses
         self._method = method
@@ -57,6 +59,7 @@ class FirstLoss:
         self._layout = layout
         self._prepare = prepare
         self._several = several_micro_batches
+        self._checks_parts = several_micro_batches and checks_parts
         self._contribution: torch.Tensor | None = None
         self._depends = ""  # on what the loss depends, in words
 
@@ -80,7 +83,7 @@ class FirstLoss:
             scale = self._scale(loss, model, copy.copy(inputs), random_before)
             # A batch without targets on any rank cannot tell; the next one is asked.
             rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
-        if rule.normalized and not rule.auxiliary and self._several:
+        if rule.normalized and not rule.auxiliary and self._checks_parts:
             self._check(model, inputs)
         if not rule.normalized:
             self._measure(model, inputs)
