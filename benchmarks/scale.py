@@ -68,7 +68,7 @@ def measure(line: Line, folder: Path, extra: dict[str, Any] | None = None) -> di
 def _phases(line: Line, folder: Path, counts: Any, difference: Any, extra: dict[str, Any]) -> dict[str, Any]:
     from ds_trainer import Trainer, TrainingArguments
     from ds_trainer.engine.training_engine import TrainingEngine
-    from ds_trainer.training import run_setup
+    from ds_trainer.training.model.sequence_sharding import setup
     from ds_trainer.utils.errors import ConfigError
 
     tp, cp, sp = LAYOUTS[line.layout]
@@ -105,7 +105,7 @@ def _phases(line: Line, folder: Path, counts: Any, difference: Any, extra: dict[
         with suppress(ConfigError):  # sharded sequences are compared with whole ones: here the other shards are wrong
             check(*args)
 
-    check, run_setup.check_sequence_sharding = run_setup.check_sequence_sharding, check_sequence_sharding
+    check, setup.check_sequence_sharding = setup.check_sequence_sharding, check_sequence_sharding
     TrainingEngine.step = step  # type: ignore[method-assign]
     others = OthersFiles(line.ranks, counts)
     try:
@@ -130,7 +130,7 @@ def _phases(line: Line, folder: Path, counts: Any, difference: Any, extra: dict[
             second.engine.close()
     finally:
         TrainingEngine.step = take_step  # type: ignore[method-assign]
-        run_setup.check_sequence_sharding = check
+        setup.check_sequence_sharding = check
     return result
 
 

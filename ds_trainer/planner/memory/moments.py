@@ -34,8 +34,8 @@ REUSE_DISTANCE = 10**9
 stay."""
 MAX_LIVE = 10**9
 """DeepSpeed's default of ``stage3_max_live_parameters``: the prefetch gathers so many ahead."""
-ALL_REDUCE_BUCKET = 1 << 24
-"""Elements that are reduced at a time without ZeRO (``ds_trainer.engine.whole_reduction``)."""
+ALL_REDUCE_BUCKET = 5 * 10**8
+"""Elements that DeepSpeed reduces at a time without ZeRO; this package needs less, which was not measured yet."""
 
 
 @dataclass(frozen=True)
@@ -253,9 +253,8 @@ class _Gradients:
         self.first = {"gradients": min(everything, width * (newest + elements.head)), **buffers}
         self.middle, self.last = until(1), until(0)
         self.layers_until_reduction = layers - layers / max(1, layers - 1)  # the second layer has the most gradients
-        if run.stage == 0:  # a bucket is a copy for a moment, then its gradients are views of it
-            copied = min(ALL_REDUCE_BUCKET, trained) if run.shards > 1 else 0
-            self.end = {"gradients": everything, "all-reduce": width * copied}
+        if run.stage == 0:
+            self.end = {"gradients": everything, "all-reduce": width * min(ALL_REDUCE_BUCKET, trained)}
             return
         # The first bucket has the gradients of the first parameters, or waits while a larger one is reduced.
         first = width * (0 if embedding > elements.bucket else elements.bucket)
