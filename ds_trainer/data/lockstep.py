@@ -166,7 +166,7 @@ def _checksum(value: Any, mark: int) -> int:
         for item in value:
             mark = _checksum(item, mark)
         return mark
-    if isinstance(value, torch.Tensor):
+    if type(value) is torch.Tensor:  # another one may be computed when it is read, as the mask of packed rows
         plain = value.detach().cpu().contiguous().flatten()
         return zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), mark)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
