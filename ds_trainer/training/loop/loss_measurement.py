@@ -67,7 +67,7 @@ def measured_weighting(
         items: counts the items of a batch, the first candidate.
         owner: what ``loss_of`` keeps here is as before afterwards.
         replica: index of this rank's replica.
-        more: reads a batch of two samples that differ, if no ``batch`` can tell; None if there is no dataset.
+        more: reads a batch of two or four samples, if no ``batch`` can tell; None if there is no dataset.
         training: whether the losses are those of a training: the model is in training mode, but for dropout modules and
             statistics of batches. Otherwise it is in evaluation mode.
         kept: :meth:`Weighting.to_json` of a checkpoint, which counts as long as the losses agree with it.
