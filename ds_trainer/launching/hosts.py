@@ -67,7 +67,7 @@ def read_hostfile(path: str, slots: int | None = None) -> list[Host]:
     if not hosts and not problems:
         problems.append(f"hostfile={path}: it lists no machine.")
     if len(hosts) > _MOST_HOSTS:
-        problems.append(f"hostfile={path}: it lists {len(hosts):,} machines, more than {_MOST_HOSTS:,}. Shorten it.")
+        problems.append(f"hostfile={path}: more than {_MOST_HOSTS:,} machines ({len(hosts):,}). Shorten it.")
     if problems:
         raise ConfigError(problems)
     return list(hosts.values())
