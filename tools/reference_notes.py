@@ -32,6 +32,7 @@ BETTER: dict[str, str] = {
     "nonfinite_policy": "An addition: all ranks agree before the optimizer step; the batch is kept for replay.",
     "fp8": "An addition: torchao's row-wise recipe before the engine; the first loss is compared with bfloat16.",
     "loss_per_source": "An addition: `loss/NAME` and `eval_loss/NAME`, without a wait for the device.",
+    "length_buckets": "An addition: kernels made for a shape see few of them; the loss does not change.",
     "loss_chunk_tokens": "An addition: the logits of a whole sequence never exist; the first batch is compared.",
     "z_loss_factor": "An addition: keeps the logits near 0 (PaLM).",
     "loss_spike_factor": "An addition: checks the mean loss over all ranks, before the optimizer uses its gradient.",

@@ -97,6 +97,9 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     eval_packing: bool | None = _length(
         "(own) Pack the samples of evaluations too; default: as packing, but not if there is a compute_metrics."
     )
+    length_buckets: int | None = _length(
+        "(own) Pad micro-batches to at most this many lengths; 0: any; default: 8 with torch_compile on a GPU, else 0."
+    )
     average_tokens_across_devices: bool = _length("Normalize the loss by the tokens of all ranks.", True)
     max_grad_norm: float = _optimizer("Clip the global gradient norm to this value; 0 means no clipping.", 1.0)
     label_smoothing_factor: float = _optimizer("Probability mass spread over all classes.", 0.0)
@@ -213,9 +216,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     logging_first_step: bool = _logging("Log the first step too.", False)
     log_on_each_node: bool = _logging("Log on the main process of every node, not only of the first.", True)
     logging_nan_inf_filter: bool = _logging("Filter NaN and infinite losses out of the logged loss.", True)
-    loss_per_source: bool | None = _logging(
-        "Log the mean loss of each source of a mixture; default: if possible (own)."
-    )
+    loss_per_source: bool | None = _logging("Log the mean loss of each source; default: if possible (own).")
     include_num_input_tokens_seen: str | bool = _logging("Count input tokens: no, all or non_padding.", "no")
     log_level: str = _logging("Level of this package's loggers on the main process.", "passive")
     log_level_replica: str = _logging(

@@ -75,6 +75,8 @@ class RunSummary:
     """Predicted memory and step time, or why there is no prediction."""
     packing: str | None = None
     """What packing did with the samples; None without it."""
+    lengths: str | None = None
+    """The lengths to which batches are padded; None: each to that of its longest sample."""
     planned: str | None = None
     """Values that ``parallelism="auto"`` has chosen; None if it was not asked to."""
     load: LoadReport | None = None
@@ -97,8 +99,9 @@ def header_lines(summary: RunSummary) -> list[str]:
     weights += [load_text(summary.load)] if summary.load is not None else []
     if weights:
         rows.insert(1, ("weights", "; ".join(weights)))
-    if summary.packing is not None:
-        rows.insert(1 + [name for name, _ in rows].index("data"), ("packing", summary.packing))
+    for name, value in (("lengths", summary.lengths), ("packing", summary.packing)):
+        if value is not None:
+            rows.insert(1 + [name for name, _ in rows].index("data"), (name, value))
     if summary.flops_per_token is not None:
         rows.insert(-1, ("compute", _compute(summary)))
     if summary.estimate is not None:

@@ -56,6 +56,7 @@ OWN = {
     "packing_strategy",
     "eval_packing",
     "fp8",
+    "length_buckets",
     "loss_chunk_tokens",
     "loss_per_source",
     "z_loss_factor",

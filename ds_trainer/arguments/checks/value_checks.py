@@ -55,7 +55,7 @@ _RANGES: dict[str, str] = {
             "time_limit_margin",
             *("hang_timeout", "hang_factor", "straggler_steps", "profile_steps", "report_device_hour_price"),
             "divergence_limit",
-            *("loss_chunk_tokens", "z_loss_factor"),
+            *("loss_chunk_tokens", "z_loss_factor", "length_buckets"),
         ),
         _NOT_NEGATIVE,
     ),

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ds_trainer.arguments.enums import SamplingStrategy
 from ds_trainer.arguments.redefined import packs
 from ds_trainer.arguments.training_arguments import TrainingArguments
-from ds_trainer.data.columns import has_columns
+from ds_trainer.data.columns import base_model, has_columns
 from ds_trainer.data.stream import is_stream, length_of
 from ds_trainer.training.loop.batches import (
     EpochOrder,
@@ -94,6 +95,7 @@ class DataLoading(PrivateMethods):
         source = self.train_dataset
         packing = self._ds_trainer.packing
         dataset, collate = packing.for_training(source) if packs(self.args) else _wanted_columns(self, source)
+        collate = _in_buckets(self, collate, dataset)
         source = dataset if packs(self.args) else source
         order = None if is_stream(source) else self._get_train_sampler(source)
         sampling = (
@@ -164,3 +166,27 @@ def _wanted_columns(trainer: DataLoading, dataset: Any) -> tuple[Any, Callable[[
     if has_columns(dataset):
         return trainer._remove_unused_columns(dataset), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator)
+
+
+def _in_buckets(trainer: DataLoading, collate: Callable[[list[Any]], Any], dataset: Any) -> Callable[[list[Any]], Any]:
+    """``collate``, or what pads its batches to a few lengths (``length_buckets``)."""
+    args, count, assembly = trainer.args, trainer.args.length_buckets, trainer._ds_trainer
+    compiles_on_gpu = args.torch_compile and args.device_type == "cuda"
+    if count is None and compiles_on_gpu and not assembly.reads_logits:  # a loss of the script may count padding
+        count = 8  # as many shapes as torch.compile makes of one function
+    if not count or packs(args):
+        return collate
+    from ds_trainer.data.length_buckets import LengthBuckets
+
+    owners = (getattr(base_model(trainer.model), "config", None), trainer.processing_class)
+    tokens = [getattr(owner, "pad_token_id", None) for owner in owners]
+    chosen = LengthBuckets.choose(
+        collate,
+        dataset,
+        assembly.batch_plan.micro_batch,
+        count,
+        in_order=args.train_sampling_strategy == SamplingStrategy.GROUP_BY_LENGTH,
+        pad_token_id=next((token for token in tokens if isinstance(token, int) and token >= 0), None),
+        label_names=trainer.label_names,
+    )
+    return chosen or collate

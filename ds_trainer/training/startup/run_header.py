@@ -58,6 +58,7 @@ def _summary(
     layout, parameters = batch.layout, list(run.model.parameters())
     rule = telemetry.flop_rule(run.model)
     packed = summary_of(run.loader)
+    lengths = getattr(getattr(run.loader, "collate_fn", None), "lengths_text", None)
     return RunSummary(
         model_name=type(run.model).__name__,
         parameters_total=sum(represented_numel(p) for p in parameters),
@@ -93,6 +94,7 @@ def _summary(
         number_format=number_format(config, run.device),
         estimate=estimate,
         packing=None if packed is None else packed.text(),
+        lengths=None if lengths is None else lengths(),
         planned=overridden_text(args, PLANNED),
         load=engines.load_report,
         weights=engines.weight_check.summary,
