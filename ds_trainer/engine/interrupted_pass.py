@@ -50,18 +50,22 @@ class PassCompletion:
         """Context of the passes of one micro-batch, including :meth:`restart`."""
         from deepspeed.comm import comm
 
-        self._done = self._left_out = self._broadcasts = 0
-        self._received = []
-        if self._parameters is not None:
-            self._parameters.begin()
-        if self._engine.module_guard is not None:
-            self._engine.module_guard.begin_micro_batch()
+        self.begin()
         real = comm.cdb
         comm.cdb = _CountedBackend(real, self)
         try:
             yield
         finally:
             comm.cdb = real
+
+    def begin(self) -> None:
+        """All ranks are at the point from which a micro-batch begins anew."""
+        self._done = self._left_out = self._broadcasts = 0
+        self._received = []
+        if self._parameters is not None:
+            self._parameters.begin()
+        if self._engine.module_guard is not None:
+            self._engine.module_guard.begin_micro_batch()
 
     def restart(self) -> None:
         """After an interrupted pass: the next pass begins the micro-batch anew."""

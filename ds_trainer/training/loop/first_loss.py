@@ -17,11 +17,13 @@ from ds_trainer.training.loop.batch_splitting import joined, with_equal_rows
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
 from ds_trainer.training.loop.loss_measurement import ENOUGH, checked_sum, few_samples, measured_weighting
+from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.plain_attributes import owner_of, plain_attributes_restored
 from ds_trainer.utils.ranks import reads, reporting
 from ds_trainer.utils.seeds import random_state, restore_random_state
+from ds_trainer.utils.undisturbed import undisturbed
 
 logger = get_logger(__name__)
 
@@ -36,7 +38,7 @@ class FirstLoss:
         layout: the layout of the job.
         prepare: moves a batch to the device.
         several_micro_batches: whether the global batch is more than one micro-batch of one rank.
-        checks_parts: whether a loss of a script may run more passes, to be compared with those of parts of the batch.
+        found: called on all ranks once they know; the loss is then computed once more. None: it need not be.
 
     Attributes:
         items: see above; counted again if the loss is the mean of something else.
@@ -50,7 +52,7 @@ class FirstLoss:
         layout: ParallelLayout,
         prepare: Callable[[Any], dict[str, Any]],
         several_micro_batches: bool,
-        checks_parts: bool,
+        found: Callable[[], None] | None = None,
     ) -> None:
         self._losses = losses
         self._method = method
@@ -59,31 +61,59 @@ class FirstLoss:
         self._layout = layout
         self._prepare = prepare
         self._several = several_micro_batches
-        self._checks_parts = several_micro_batches and checks_parts
+        self._found = found
+        self._agreed = False
         self._contribution: torch.Tensor | None = None
         self._depends = ""  # on what the loss depends, in words
 
     def compute(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Compute the loss of ``inputs``, and verify the rule, with the same result on all ranks. Collective."""
+        """Compute the loss of ``inputs``, and verify the rule, with the same result on all ranks. Collective.
+
+        Raises:
+            NotRepeatable: memory ran out on this rank while it computed with the others what is no part of the step.
+        """
+        losses, rule = self._losses, self._losses.rule
+        if self._found is None:
+            loss = self._find_out(model, inputs)
+        else:
+            loss = None
+            with undisturbed(model), torch.enable_grad(), plain_attributes_restored(owner_of(self._method.call)):
+                model.train()
+                try:
+                    self._find_out(model, inputs)
+                except (RuntimeError, MemoryError) as error:
+                    if not (self._agreed and is_out_of_memory(error) and self._layout.world_size > 1):
+                        raise
+                    raise NotRepeatable(str(error)) from error
+            self._found()
+        if loss is not None:
+            return loss
+        equal = copy.copy(with_equal_rows(inputs) if rule.weighting.among_ranks else inputs)
+        return losses.of(self._method, model, equal, self._count if rule.normalized else self._count.detach())
+
+    def _find_out(self, model: nn.Module, inputs: Any) -> torch.Tensor | None:
+        """Verify the rule; returns the loss if it had to be computed for that, with its graph. Collective."""
         losses, rule = self._losses, self._losses.rule
         if not rule.normalized:
+            self._agreed = True
             self._measure(model, inputs)
-            if rule.weighting.among_ranks:
-                inputs = with_equal_rows(inputs)
-            return losses.of(self._method, model, copy.copy(inputs), self._count.detach())
+            return None
         reads_before, random_before = reads(), random_state() if self._layout.world_size > 1 else None
         loss: torch.Tensor = losses.of(self._method, model, copy.copy(inputs), self._count)
         has_read = reads() > reads_before
         rule.verify(loss, self._count, lambda items: self._without_graph(model, copy.copy(inputs), items))
         # A rank without targets in its shard cannot decide.
         rejects, asks = distributed.agree(torch.tensor([int(not rule.normalized), int(has_read)]))
+        self._agreed = True
+        if self._found is not None:
+            loss = loss.detach()  # it is not going to be used
         if rejects and rule.normalized:
             rule.reject()
         if asks and rule.normalized and random_before is not None:
             scale = self._scale(loss, model, copy.copy(inputs), random_before)
             # A batch without targets on any rank cannot tell; the next one is asked.
             rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
-        if rule.normalized and not rule.auxiliary and self._checks_parts:
+        if rule.normalized and not rule.auxiliary and self._several:
             self._check(model, inputs)
         if not rule.normalized:
             self._measure(model, inputs)

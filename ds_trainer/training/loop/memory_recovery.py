@@ -66,7 +66,10 @@ class MemoryRecovery:
 
     Attributes:
         rows: samples of a micro-batch now.
+        loss_is_known: whether the ranks have found out in this micro-batch what its loss is.
     """
+
+    loss_is_known = False
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class MemoryRecovery:
         Raises:
             torch.OutOfMemoryError: memory ran out, and the step cannot be run again.
         """
+        self.loss_is_known = False
         with self._completion.micro_batch():
             if self._failure is not None:  # the step will be dropped
                 return self._rest(passes, batch)
@@ -135,6 +139,11 @@ class MemoryRecovery:
             free_memory(self._engine.deepspeed.device)
             self._completion.restart()
             return self._rest(passes, batch)
+
+    def loss_found(self) -> None:
+        """What the ranks compute once, to find out what a loss is, is no part of a micro-batch that begins anew."""
+        self.loss_is_known = True
+        self._completion.begin()
 
     def _rest(self, passes: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
         """What the other ranks wait for."""

@@ -136,8 +136,9 @@ class MicroBatchRunner:
         self._plain = self._accelerator is None and self._seed is None and not losses.packed
         self.accumulation = 1
         """Micro-batches of this rank in the current step."""
-        self.several_micro_batches = self.checks_parts = True
+        self.several_micro_batches = True
         """Whether the global batch is more than one micro-batch of one rank."""
+        self.recovery: MemoryRecovery | None = None
 
     def run(self, batch: Any, items: ItemCount, step: int, index: int) -> torch.Tensor:
         """``training_step`` on one micro-batch.
@@ -170,10 +171,10 @@ class MicroBatchRunner:
         if not (model.training and self._module.training):  # a callback may have left it in evaluation mode
             model.train()
         first = None
-        if not rule.verified:
-            prepare = self._methods.prepare_inputs
-            several, checks = self.several_micro_batches, self.checks_parts
-            first = FirstLoss(losses, method, items, self._layout, prepare, several, checks_parts=checks)
+        if not rule.verified and ((recovery := self.recovery) is None or not recovery.loss_is_known):
+            found = None if recovery is None else recovery.loss_found
+            prepare, several = self._methods.prepare_inputs, self.several_micro_batches
+            first = FirstLoss(losses, method, items, self._layout, prepare, several, found=found)
         local = None if first is not None or rule.normalized else losses.local_items(inputs)
         equal = with_equal_rows(inputs) if first is None and rule.weighting.among_ranks else inputs
         prepared = self._methods.prepare_inputs(equal)
@@ -269,8 +270,7 @@ class StepRunner:
         self._unchanged = Unchanged(events.args, methods.updating)
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
-        # A micro-batch that begins anew repeats the passes of a loss, and not those of a comparison.
-        micro_batches.checks_parts = recovery is None
+        micro_batches.recovery = recovery if engine.layout.world_size > 1 else None
         begin = methods.begin_copy if recovery is None else None  # a micro-batch may be split
         if begin is not None and losses.sharder is not None:  # whole rows are going to be cut
             self._begin_copy: Callable[[Any], Any] | None = lambda one: isinstance(one, ShardedBatch) and begin(one)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from ds_trainer import PeerFailure, Trainer, TrainingArguments
@@ -79,6 +80,63 @@ class OfSamples(Bounded):
     def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
         self.passes += 1
         return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+class Mean(OfSamples):
+    """Counts the passes of which a backward pass may follow."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        self.passes -= not torch.is_grad_enabled()
+        return super().forward(input_ids, attention_mask, labels)
+
+
+class AnyKeywords(Mean):
+    """Takes the count, and returns a mean all the same, as most classifiers do."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **keywords: Any) -> Any:
+        return super().forward(input_ids, attention_mask, labels)
+
+
+class Scaled(Trainer):
+    """Multiplies by the number of ranks, over which transformers averages."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return sum_of_items(model(**inputs), inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
+
+
+def sum_of_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def train_first_losses(
+    directory: str, kind: str, stage: int, limit: int, given: dict[str, Any]
+) -> tuple[Trajectory, int]:
+    data: Any = RaggedTokens(4 * 2 * 2 * STEPS)
+    if kind == "ambiguous":  # samples with as many items tell nothing, so it is measured again in later steps
+        data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in data]
+    trainer_class, model_class = Scaled if kind == "scaled" else Trainer, AnyKeywords if kind == "any" else Mean
+    own = {"compute_loss_func": sum_of_items} if kind == "checked" else {}
+    settings = dict(zero_stage=stage, gradient_accumulation_steps=2, max_steps=STEPS)
+    args = trainer_of(directory, Bounded(4, 1), **settings).args
+    trainer = trainer_class(model_class(limit, **given), args, train_dataset=data, **own)
+    trainer.train()
+    return compatibility_of(trainer), trainer.args.per_device_train_batch_size
+
+
+@pytest.mark.cases(1, "3-3-mean", "3-4-any", "1-3-scaled", rest="extended")
+@pytest.mark.parametrize("kind", ["mean", "any", "scaled", "checked", "ambiguous"])
+@pytest.mark.parametrize("short_from", [3, 4, 5])  # the rehearsal is two passes
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_the_ranks_compute_once_is_not_begun_anew(stage: int, short_from: int, kind: str, tmp_path: Path) -> None:
+    """The backward pass of the micro-batch with which all of them have found out what the loss is, or the next one."""
+    given = dict(short_from=short_from, rank=1, backward=True)
+    (free, _), _ = pool(2).run(train_first_losses, str(tmp_path / "free"), kind, stage, 4, given)
+    for report, rows in pool(2).run(train_first_losses, str(tmp_path / "short"), kind, stage, 2, given, timeout=60):
+        assert rows == 2
+        assert_equal(report, free)
 
 
 class Gathers(Trainer):
