@@ -120,6 +120,23 @@ def check_names(trainer: Any) -> None:
             problems.append(f"{what}, but the Trainer keeps its own {name} there. Give it another name.")
     if problems:
         raise ConfigError(problems)
+    if ASSEMBLY in vars(trainer):
+        check_kept(trainer)
+
+
+def check_kept(trainer: Any) -> None:
+    """Refuse a property of a script that gives another object than the one that the Trainer keeps.
+
+    Raises:
+        ConfigError: the first such property.
+    """
+    for name in _KEPT:
+        where, value = _of_the_script(trainer, name)
+        bases = (cls for cls in type(trainer).__mro__ if cls.__module__.startswith("ds_trainer."))
+        own = next(vars(cls)[name] for cls in bases if name in vars(cls))
+        if where is not None and getattr(trainer, name, None) is not own.__get__(trainer):
+            text = "does not give the Trainer's own"
+            raise ConfigError(f"{where}.{name} is a {type(value).__name__} that {text}. Return super().{name} in it.")
 
 
 def _of_the_script(trainer: Any, name: str) -> tuple[str | None, Any]:

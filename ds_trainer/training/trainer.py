@@ -25,7 +25,7 @@ from ds_trainer.training.overrides.optimization import Optimization, use_optimiz
 from ds_trainer.training.overrides.private_methods import note_ignored_overrides
 from ds_trainer.training.overrides.saving import Saving
 from ds_trainer.training.overrides.search_methods import SearchMethods
-from ds_trainer.training.protocol import check_names
+from ds_trainer.training.protocol import check_kept, check_names
 from ds_trainer.training.signatures import is_overridden
 from ds_trainer.training.startup.constructor_checks import (
     check_construction,
@@ -150,6 +150,7 @@ class Trainer(SearchMethods, EvaluationMethods, Optimization, Saving):
             use_optimizers(self, *optimizers)
             assembly.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
             self.is_in_train = False
+            check_kept(self)
             assembly.configure()
             self.can_return_loss = returns_loss_by_default(self.model)
             if is_replaced():

@@ -10,7 +10,8 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,88 @@ def test_few_public_names_are_added(tmp_path: Path) -> None:
     assert {name for name in added if not name.startswith("__")} - OFFERED == {ASSEMBLY, "_ds_assembly", *OLDER}
     page = (Path(ds_trainer.__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert [name for name in OFFERED if f"`{name}`" not in page] == []
+
+
+class Slots(Trainer):
+    __slots__ = ("device", "layout", "losses")
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        self.losses: list[int] = []
+        super().__init__(*args, **keywords)
+        self.device = self.layout = "the script's"
+
+
+class Delegates(Trainer):
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **keywords: None
+
+
+class Records(Trainer):
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self).setdefault("written", []).append(name)
+        super().__setattr__(name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        object.__getattribute__(self, "__dict__").setdefault("read", []).append(name)
+        return object.__getattribute__(self, name)
+
+
+class IsModule(Trainer, torch.nn.Module):
+    """Its model is a submodule."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        torch.nn.Module.__init__(self)
+        Trainer.__init__(self, *args, **keywords)
+
+
+class Answers:
+    def __getattr__(self, name: str) -> Any:
+        return [] if name == "losses" else getattr(super(), name)
+
+
+class Behind(Trainer, Answers):
+    def log(self, *args: Any, **keywords: Any) -> None:
+        assert self.losses == []
+        super().log(*args, **keywords)
+
+
+class Before(Answers):
+    def __init__(self, *args: Any, alpha: float = 0.5, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.engines = self.alpha = alpha
+
+
+class InFront(Before, Trainer):
+    pass
+
+
+@dataclass(eq=False, init=False)
+class OfData(Trainer):
+    losses: list[float] = field(default_factory=list)
+
+    @cached_property
+    def engine(self) -> str:
+        return "the script's"
+
+    @property
+    def args(self) -> Any:
+        return super().args
+
+    @args.setter
+    def args(self, value: Any) -> None:
+        Trainer.args.__set__(self, value)
+
+
+@pytest.mark.parametrize("kind", [Slots, Delegates, Records, IsModule, Behind, InFront, OfData])
+def test_a_script_may_be_any_kind_of_class(kind: type, tmp_path: Path) -> None:
+    assert trained(tmp_path, kind) == trained(tmp_path, Trainer)
+
+
+@pytest.mark.parametrize("name", ["args", "state"])
+def test_a_property_with_another_object_is_one_error(name: str, tmp_path: Path) -> None:
+    own = property(lambda self: self._own, lambda self, value: setattr(self, "_own", value))
+    with pytest.raises(ConfigError, match=rf"Own\.{name} is a property .* Return super\(\)\.{name} in it"):
+        type("Own", (Trainer,), {name: own})(tiny_llama(), arguments(tmp_path), train_dataset=RaggedTokens(8))
 
 
 # -- names that are taken ----------------------------------------------------------------------------------------------

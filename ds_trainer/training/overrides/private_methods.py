@@ -142,6 +142,9 @@ class PrivateMethods(CalledMethods):
             raise AttributeError(
                 f"{type(self).__name__}.{name} does not exist: {NOT_CALLED[name]}.", name=name, obj=self
             )
+        further = getattr(super(), "__getattr__", None)  # of a class behind the Trainer, such as a module's
+        if further is not None:
+            return further(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     # -- columns ------------------------------------------------------------------------------------------------------
