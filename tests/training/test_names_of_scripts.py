@@ -264,7 +264,7 @@ class Before(Answers):
         self.engines = self.alpha = alpha
 
 
-class InFront(Before, Trainer):
+class Ahead(Before, Trainer):
     pass
 
 
@@ -285,7 +285,7 @@ class OfData(Trainer):
         Trainer.args.__set__(self, value)
 
 
-@pytest.mark.parametrize("kind", [Slots, Delegates, Records, IsModule, Behind, InFront, OfData])
+@pytest.mark.parametrize("kind", [Slots, Delegates, Records, IsModule, Behind, Ahead, OfData])
 def test_a_script_may_be_any_kind_of_class(kind: type, tmp_path: Path) -> None:
     assert trained(tmp_path, kind) == trained(tmp_path, Trainer)
 
