@@ -29,11 +29,13 @@ class BatchFacts(NamedTuple):
         items: the number of its items, an int64 scalar.
         size: its size, as the counter of tokens measures it; in an evaluation, its samples.
         has_loss: whether it has a loss, which a batch may lack in an evaluation only.
+        text: the tokens of each packed row without the room at its end; empty if nothing asks for it.
     """
 
     items: torch.Tensor
     size: Any
     has_loss: bool = True
+    text: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,15 @@ no other rank waits for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup, all_to_all_single
+
+from ds_trainer.utils.plain_attributes import only_looks
 
 
 class Route(NamedTuple):
@@ -39,15 +42,45 @@ _TOO_MANY = (
     "Routers that prefer few experts (expert_busiest_share in the logs) need an auxiliary loss, or smaller "
     "micro-batches. {}"
 )
+_SWITCH = "output_router_logits"  # of auxiliary losses of transformers
 _running = threading.local()  # backward passes have threads of their own
 
 
 @torch.compiler.disable
 def note_padding(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> None:
-    """A forward pre-hook of a model: keeps its ``attention_mask [batch, tokens]``, in which padding is 0."""
-    mask = keywords.get("attention_mask")
+    """A forward pre-hook of a model: keeps its ``attention_mask [batch, tokens]``, in which padding is 0.
+
+    That of packed rows, which have no such mask, is known from :func:`use_text`. An auxiliary loss counts it.
+    """
+    mask, (text, rule) = keywords.get("attention_mask"), getattr(_running, "text", (None, None))
+    if text is not None and not _reads_all_tokens(model, keywords, rule):
+        mask = text.to(keywords["input_ids"].device, non_blocking=True)
     is_usual = model.training and isinstance(mask, torch.Tensor) and mask.dim() == 2
     _running.mask = mask.flatten() != 0 if is_usual else None  # type: ignore[union-attr]
+
+
+def _reads_all_tokens(model: nn.Module, keywords: Mapping[str, Any], rule: Any) -> bool:
+    """Whether an auxiliary loss may read what the router says of the padding of packed rows."""
+    switch, config = keywords.get(_SWITCH), getattr(model, "config", None)
+    for part in (config, config.get_text_config() if hasattr(config, "get_text_config") else None):
+        switch = getattr(part, _SWITCH, None) if switch is None else switch
+    return not rule.normalized or rule.auxiliary if switch is None else bool(switch)
+
+
+@contextmanager
+def use_text(text: torch.Tensor, rule: Any) -> Iterator[None]:
+    """Inside, the tokens of packed rows that are not in ``text [rows, tokens]`` are padding.
+
+    Args:
+        text: bool, on the host.
+        rule: ``auxiliary`` says whether the model adds an auxiliary loss, if its configuration does not.
+    """
+    outer = getattr(_running, "text", (None, None))
+    _running.text = text.pin_memory() if torch.cuda.is_available() else text, rule
+    try:
+        yield
+    finally:
+        _running.text = outer
 
 
 @torch.compiler.disable
@@ -142,7 +175,7 @@ class ExpertExchange:
             ``[tokens, hidden]``, in the dtype of ``hidden``.
         """
         self.calls += 1
-        self._counts = module.training
+        self._counts = module.training and not only_looks()
         tokens, k = experts.shape
         call: _CheckpointedCall | None = getattr(_running, "call", None)
         route = self._new_route(experts) if call is None else call.route(lambda: self._new_route(experts))

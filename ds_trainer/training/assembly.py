@@ -391,6 +391,8 @@ class Assembly:
         trainer.model_wrapped = engine.deepspeed
         trainer.model_wrapped.train()
         self._declare_loss()
+        if packs(self.args) and (self.layout.ep > 1 or "gate_bias_rate" in self.args.optimizer_arguments(own=True)):
+            self.losses.rows = self.packing.packed_format()
         self.micro_batches = MicroBatchRunner(self.step_methods(), self.losses, engine, trainer.accelerator, self.args)
         handler = self.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler

@@ -49,6 +49,7 @@ from ds_trainer.utils import distributed
 from ds_trainer.utils.devices import free_memory
 from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.host_votes import host_votes
+from ds_trainer.utils.undisturbed import unchanged
 from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
@@ -122,14 +123,8 @@ class RunSetup:
             outer.enter_context(assembly.telemetry.recorder.recorded(lambda: directory.is_ours))
             join_ranks(args)
             votes = host_votes(assembly.groups.world_host) if distributed.world_size() > 1 else None
-            stop = StopController(
-                assembly.output_dir,
-                saves,
-                not args.save_only_model,
-                args.time_limit_margin,
-                votes,
-                directory.resumes_automatically,
-            )
+            limits = args.time_limit_margin, votes, directory.resumes_automatically
+            stop = StopController(assembly.output_dir, saves, not args.save_only_model, *limits)
             outer.enter_context(stop)
             if not saves:
                 outer.enter_context(finish_before_sigterm(lambda: self._end_by_sigterm(stop)))
@@ -374,7 +369,8 @@ class RunSetup:
     def check_first_batch(self, batch: Any) -> None:
         """Before the first step, check a batch, and that neither sharding, tiles nor packing change the results."""
         self.check_keys(batch)
-        self._compare(batch)
+        with unchanged(self._assembly.trainer.model):  # what is compared is not counted
+            self._compare(batch)
 
     def check_keys(self, batch: Any) -> None:
         """Check that the model takes the keys of a batch."""

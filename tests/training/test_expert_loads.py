@@ -22,30 +22,45 @@ def _train(directory: Path, to_one: bool, arguments: dict[str, Any]) -> list[tor
     """Trains; the experts that this rank's routers have chosen in training, ``[layers][n]``."""
     model = mixture("qwen3_moe", to_one_expert=to_one)
     chosen: list[list[torch.Tensor]] = [[], []]
+    every: list[int] = []
     masks: list[torch.Tensor] = []
 
     def record(calls: list[torch.Tensor], module: torch.nn.Module, args: Any, output: Any) -> None:
-        if module.training:
+        if module.training and torch.is_grad_enabled():  # else it is a comparison
             calls.append(output[-1][masks[-1]].flatten())
+            every.append(output[-1].numel())
 
     values = dict(per_device_train_batch_size=4, max_steps=2, logging_steps=2, learning_rate=0.0, save_strategy="no")
     values |= dict(expert_parallel_size=2, self_test="never", use_cpu=True, **arguments)
     trainer = Trainer(model, TrainingArguments(str(directory), **values), train_dataset=samples())
     trainer.evaluate(samples()[:4])  # is not counted
     gates = [layer.mlp.gate for layer in model.model.layers]
-    model.register_forward_pre_hook(lambda *a: masks.append(a[2]["attention_mask"].bool().flatten()), with_kwargs=True)
+    model.register_forward_pre_hook(lambda *a: masks.append(a[2]["input_ids"].flatten() != 0), with_kwargs=True)
     hooks = [gate.register_forward_hook(partial(record, calls)) for gate, calls in zip(gates, chosen, strict=True)]
     trainer.train()
     for hook in hooks:
         hook.remove()
     trainer.engine.close()
-    every = 2 if arguments["activation_checkpointing"] else 1  # the second time is the recomputation
-    return [torch.cat(calls[::every]) for calls in chosen]
+    assert sum(map(torch.numel, chosen[0])) < sum(every) / 2  # there is padding
+    step = 2 if arguments.get("activation_checkpointing") else 1  # the second time is the recomputation
+    return [torch.cat(calls[::step]) for calls in chosen]
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_loads_are_those_of_the_routers(recomputes: bool, tmp_path: Path) -> None:
-    arguments = {"zero_stage": 1, "activation_checkpointing": recomputes}
+PACKED = {"packing": True, "max_length": 34, "zero_stage": 1, "per_device_train_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"zero_stage": 1, "activation_checkpointing": False},
+        {"zero_stage": 1, "activation_checkpointing": True, "gradient_accumulation_steps": 2},
+        PACKED,
+        {**PACKED, "context_parallel_size": 2},
+    ],
+    ids=["plain", "recomputed", "packed", "packed-cp2"],
+)
+def test_loads_are_those_of_the_routers(arguments: dict[str, Any], tmp_path: Path) -> None:
+    recomputes = bool(arguments.get("activation_checkpointing"))
     found = pool(2).run(partial(_train, tmp_path, False, arguments))
     files = RunFiles.read(tmp_path)
     (record,) = [one for one in files.records if "loss" in one]
@@ -71,6 +86,6 @@ def test_loads_are_those_of_the_routers(recomputes: bool, tmp_path: Path) -> Non
 
 
 def test_dead_experts_are_counted(tmp_path: Path) -> None:
-    pool(2).run(partial(_train, tmp_path, True, {"zero_stage": 3, "activation_checkpointing": False}))
+    pool(2).run(partial(_train, tmp_path, True, {"zero_stage": 3}))
     (record,) = [one for one in RunFiles.read(tmp_path).records if "loss" in one]
     assert (record["dead_experts"], record["expert_busiest_share"], record["expert_load_entropy"]) == (4, 0.5, 0.5)

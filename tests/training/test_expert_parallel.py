@@ -171,6 +171,11 @@ def test_families(case: Case, tmp_path: Any) -> None:
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "three micro-batches": ({}, {"gradient_accumulation_steps": 3}),
     "packing": ({}, {"packing": True, "max_length": 32}),
+    "packing, sharded": ({}, {"packing": True, "max_length": 34, "sequence_parallel_size": 2}),
+    "packing, auxiliary loss": (
+        {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+        {"packing": True, "max_length": 34},
+    ),
     "chunked loss": ({}, {"loss_chunk_tokens": 5}),
     "auxiliary loss": ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, {}),
     "AdamW, clipped": ({}, {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.1}),

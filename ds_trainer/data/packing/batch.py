@@ -137,7 +137,11 @@ class PackedFormat:
 
     def text_tokens(self, batch: Mapping[str, Any]) -> int:
         """The tokens of ``batch`` without the room at the ends of its rows."""
-        return sum(self._end_of_text(batch, index) for index in range(len(batch[TOKENS])))
+        return sum(self.ends_of_text(batch))
+
+    def ends_of_text(self, batch: Mapping[str, Any]) -> list[int]:
+        """The tokens of each row of ``batch`` without the room at its end."""
+        return [self._end_of_text(batch, index) for index in range(len(batch[TOKENS]))]
 
     def _end_of_text(self, batch: Mapping[str, Any], index: int) -> int:
         """Where the room at the end of a row begins: padding tokens without targets."""
@@ -145,7 +149,11 @@ class PackedFormat:
         filled = batch[TOKENS][index] != self.pad_token_id
         for label in labels:
             filled = filled | (label != IGNORED)
-        return int(filled.nonzero().max()) + 1 if labels and bool(filled.any()) else len(filled)
+        begins = batch[POSITIONS][index] == self.first_position
+        if labels and bool(filled.any()):
+            begins[: int(filled.nonzero().max()) + 1] = False  # a sample may end with such tokens, too
+            return int(begins.nonzero()[0]) if bool(begins.any()) else len(filled)
+        return len(filled)
 
     def alone(self, document: Document) -> dict[str, Any]:
         """The batch of one sample as it is trained on without packing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.seeds import random_state, restore_random_state
 
 if TYPE_CHECKING:
+    from ds_trainer.data.packing.batch import PackedFormat
     from ds_trainer.engine.zero3.shard_access import WatchedUses
     from ds_trainer.training.loop.batch_census import SeenSamples
     from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
@@ -87,9 +88,11 @@ class LossComputation:
         empty: whether the last micro-batch has nothing that its loss is a mean of, as far as the host knows.
         watched: contexts in which a loss of a script cannot use what ZeRO 3 has released; None for other losses.
         defers_outputs: whether also an evaluation that wants outputs gets deferred logits.
+        rows: the form of packed rows, if experts need to know which of their tokens are padding.
     """
 
     defers_outputs = empty = False
+    rows: PackedFormat | None = None
 
     def __init__(
         self,
@@ -368,26 +371,36 @@ class LossComputation:
 
         Keep it open during the backward pass, because activation checkpointing runs attention again.
         """
-        if self.sharder is None:
-            if not self.packed:
-                yield inputs
-                return
-            from ds_trainer.parallel.document_attention import use_documents
-            from ds_trainer.training.model.packing.attention import documents_of
+        with ExitStack() as stack:
+            local, positions = inputs, None
+            if self.sharder is not None:
+                from ds_trainer.parallel.attention import use_sharding
 
-            with use_documents(documents_of(inputs)):
-                yield inputs
-            return
-        from ds_trainer.parallel.attention import use_sharding
+                groups = parallel_groups(self._layout)
+                at = groups.coordinates
+                if isinstance(inputs, ShardedBatch):
+                    local, plan = inputs.local, inputs.plan
+                else:
+                    local, plan = self.sharder.shard(inputs, at.cp, at.sp, needs_labels)
+                stack.enter_context(use_sharding(plan, groups))
+                positions = plan.positions(at.cp, at.sp)
+            elif self.packed:
+                from ds_trainer.parallel.document_attention import use_documents
+                from ds_trainer.training.model.packing.attention import documents_of
 
-        groups = parallel_groups(self._layout)
-        if isinstance(inputs, ShardedBatch):
-            with use_sharding(inputs.plan, groups):
-                yield inputs.local
-            return
-        local, plan = self.sharder.shard(inputs, groups.coordinates.cp, groups.coordinates.sp, needs_labels)
-        with use_sharding(plan, groups):
+                stack.enter_context(use_documents(documents_of(inputs)))
+            text = inputs.facts.text if isinstance(inputs, ShardedBatch) else self.text_of_rows(inputs)
+            if text:
+                from ds_trainer.parallel.expert_exchange import use_text
+
+                positions = torch.arange(inputs["input_ids"].shape[1]) if positions is None else positions
+                stack.enter_context(use_text(positions < torch.tensor(text)[:, None], self.rule))
             yield local
+
+    def text_of_rows(self, batch: Any) -> Sequence[int]:
+        """The tokens of each packed row without the room at its end; nothing unless experts ask for it."""
+        packed = self.rows is not None and isinstance(batch, Mapping) and {"input_ids", "position_ids"} <= batch.keys()
+        return self.rows.ends_of_text(batch) if packed and self.rows is not None else ()
 
 
 def _warn_without_targets(counts: Sequence[torch.Tensor]) -> None:

@@ -36,7 +36,7 @@ def cut_for_ranks(
         return
 
     def describe(batch: Any) -> BatchFacts:
-        return BatchFacts(losses.rule.count(batch), counter.size(batch))
+        return BatchFacts(losses.rule.count(batch), counter.size(batch), text=losses.text_of_rows(batch))
 
     loader.cut_with(BatchSharder(losses.sharder, describe, beginning_of(loader, losses.sharder)))
 

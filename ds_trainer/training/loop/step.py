@@ -133,7 +133,7 @@ class MicroBatchRunner:
         self._layout = engine.layout
         self._coordinates = engine.layout.coordinates(distributed.rank())
         self._loss_context = methods.loss_context or nullcontext
-        self._plain = self._accelerator is None and self._seed is None and not losses.packed
+        self._plain = self._accelerator is None and self._seed is None and not (losses.packed or losses.rows)
         self.accumulation = 1
         """Micro-batches of this rank in the current step."""
         self.several_micro_batches = True
