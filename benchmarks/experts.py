@@ -66,11 +66,11 @@ class SameEverywhere(ExpertExchange):
         received: list[int] | None = None,
         sent: list[int] | None = None,
     ) -> None:
-        """Each rank sends this one what this one sends to itself."""
+        """All ranks have the counts of this one."""
         super().send(arriving, rows, received, sent)  # counts, and the fake group
-        ranks, rank = self.group.size(), self.group.rank()
+        ranks = self.group.size()
         if sent is None:
-            arriving.view(ranks, -1)[:] = rows.view(ranks, -1)[rank]
+            arriving.view(ranks, -1)[:] = rows
         else:
             arriving.zero_()
 

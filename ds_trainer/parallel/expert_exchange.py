@@ -9,14 +9,19 @@ no other rank waits for it.
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup, all_to_all_single
+from torch.distributed import ProcessGroup, all_gather_into_tensor, all_to_all_single, get_global_rank
+from torch.nn.functional import pad
 
+from ds_trainer.utils.devices import free_bytes
 from ds_trainer.utils.plain_attributes import only_looks
 
 
@@ -43,6 +48,11 @@ _TOO_MANY = (
     "micro-batches. {}"
 )
 _SWITCH = "output_router_logits"  # of auxiliary losses of transformers
+_NO_ROOM = (
+    "{}: {:,} rows would arrive for the experts of rank {}, {:.1f} times the mean of the ranks, and its memory has "
+    "room for {:,} of {} bytes. Routers that prefer few experts (expert_busiest_share in the logs) need an auxiliary "
+    "loss or gate_bias_rate, or smaller micro-batches."
+)
 _running = threading.local()  # backward passes have threads of their own
 
 
@@ -62,7 +72,10 @@ def note_padding(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> No
 def _reads_all_tokens(model: nn.Module, keywords: Mapping[str, Any], rule: Any) -> bool:
     """Whether an auxiliary loss may read what the router says of the padding of packed rows."""
     switch, config = keywords.get(_SWITCH), getattr(model, "config", None)
-    for part in (config, config.get_text_config() if hasattr(config, "get_text_config") else None):
+    for part in (
+        config,
+        config.get_text_config() if config is not None and hasattr(config, "get_text_config") else None,
+    ):
         switch = getattr(part, _SWITCH, None) if switch is None else switch
     return not rule.normalized or rule.auxiliary if switch is None else bool(switch)
 
@@ -142,23 +155,34 @@ class ExpertExchange:
         local_experts: how many a rank holds.
         product: computes ``(module, rows [n, hidden], experts [n, 1], weights [n, 1]) -> [n, hidden]`` with the experts
             of this rank.
+        free_bytes: memory of a device that rows may use.
 
     Attributes:
         group: see above.
         calls: how often it has run.
     """
 
-    def __init__(self, name: str, group: ProcessGroup, local_experts: int, product: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        group: ProcessGroup,
+        local_experts: int,
+        product: Callable[..., Any],
+        free_bytes: Callable[[torch.device], int] = free_bytes,
+    ) -> None:
         self._name = name
         self.group = group
         self._ranks = group.size()
         self._local_experts = local_experts
         self._product = product
+        self._free_bytes = free_bytes
         self.calls = 0
         self._rank = group.rank()
         self._counts = False  # whether this is training, whose loads are logged
         self._load: torch.Tensor | None = None
         self._bytes_sent = 0
+        self._seconds = 0.0
+        self._events: deque[tuple[Any, Any]] = deque()  # before and after exchanges that a GPU may not have reached
 
     def __call__(
         self, module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -178,7 +202,9 @@ class ExpertExchange:
         self._counts = module.training and not only_looks()
         tokens, k = experts.shape
         call: _CheckpointedCall | None = getattr(_running, "call", None)
-        route = self._new_route(experts) if call is None else call.route(lambda: self._new_route(experts))
+        row_bytes = 2 * hidden.shape[-1] * hidden.element_size()  # with its result
+        new_route = partial(self._new_route, experts, row_bytes)
+        route = new_route() if call is None else call.route(new_route)
         try:
             rows = _Exchanged.apply(hidden[route.order // k], self, route.sent, route.received, 1)
             results = self._product(module, rows, route.local[:, None], rows.new_ones(len(rows), 1))
@@ -197,14 +223,40 @@ class ExpertExchange:
         received: list[int] | None = None,
         sent: list[int] | None = None,
     ) -> None:
-        """``all_to_all_single`` with the ranks of the experts; an error of it names the layer."""
+        """Rows to the ranks of the experts, or the same ``rows`` to all of them; an error names the layer."""
         if self._counts and sent is not None and received is not None:
             elsewhere = len(rows) - sent[self._rank]
             self._bytes_sent += elsewhere * rows.shape[-1] * rows.element_size()
-        try:
-            all_to_all_single(arriving, rows, received, sent, group=self.group)
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._name}: the exchange of tokens with other ranks has failed. {error}") from error
+        with self._timed(rows.device) if self._counts else nullcontext():
+            try:
+                if sent is None:
+                    all_gather_into_tensor(arriving, rows, group=self.group)
+                else:
+                    all_to_all_single(arriving, rows, received, sent, group=self.group)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{self._name}: the exchange of tokens with other ranks has failed. {error}"
+                ) from error
+
+    @contextmanager
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        """Adds the time inside: of a GPU by its events, for which nothing waits."""
+        if device.type == "cpu":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        before, after = (torch.Event(device, enable_timing=True) for _ in range(2))
+        before.record()
+        yield
+        after.record()
+        self._events.append((before, after))
+        self._add_finished()
+
+    def _add_finished(self) -> None:
+        while self._events and self._events[0][1].query():
+            before, after = self._events.popleft()
+            self._seconds += before.elapsed_time(after) / 1000
 
     def take_load(self, device: torch.device) -> torch.Tensor:
         """Pairs of token and expert of this rank in training since the last call, for each expert of all: int64."""
@@ -212,23 +264,37 @@ class ExpertExchange:
         empty = torch.zeros(self._ranks * self._local_experts, dtype=torch.int64, device=device)
         return empty if load is None else load
 
+    def take_seconds(self) -> float:
+        """Seconds of exchanges in training since the last call, with waits for other ranks, as far as they ended."""
+        self._add_finished()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
     def take_bytes_sent(self) -> int:
         """Bytes of rows that this rank has sent to others in training since the last call."""
         sent, self._bytes_sent = self._bytes_sent, 0
         return sent
 
     @torch.no_grad()
-    def _new_route(self, experts: torch.Tensor) -> Route:
+    def _new_route(self, experts: torch.Tensor, row_bytes: int) -> Route:
         ids, counts = without_padding(experts, self._ranks * self._local_experts)
         order = torch.argsort(ids, stable=True)
-        arriving = torch.empty_like(counts)
-        self.send(arriving, counts)
+        own = pad(counts, (0, 1), value=self._free_bytes(ids.device) // row_bytes)
+        gathered = own.new_empty(self._ranks * len(own))
+        self.send(gathered, own)
+        gathered = gathered.view(self._ranks, -1)
         if self._counts:
             self._load = counts if self._load is None else self._load.add_(counts)
-        both = torch.stack([counts, arriving]).view(2, self._ranks, -1)
-        sent, received = both.sum(2).tolist()  # the one wait of the host
+        by_rank = gathered[:, :-1].view(self._ranks, self._ranks, -1)  # from, to, expert
+        arriving = by_rank[:, self._rank]
+        rows = counts.view(self._ranks, -1).sum(1), arriving.sum(1), by_rank.sum((0, 2)), gathered[:, -1]
+        sent, received, totals, rooms = torch.stack(rows).tolist()  # the one wait of the host
+        for rank, (total, room) in enumerate(zip(totals, rooms, strict=True)):
+            if total > room:  # as all ranks know, so that none waits for another
+                share, rank = total * self._ranks / sum(totals), get_global_rank(self.group, rank)
+                raise torch.OutOfMemoryError(_NO_ROOM.format(self._name, total, rank, share, room, row_bytes))
         local = torch.arange(self._local_experts, device=ids.device).repeat(self._ranks)
-        local = torch.repeat_interleave(local, arriving, output_size=sum(received))
+        local = torch.repeat_interleave(local, arriving.flatten(), output_size=sum(received))
         return Route(order[: sum(sent)], torch.cat([local, local.new_zeros(1)]), sent, received)
 
 

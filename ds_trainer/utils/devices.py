@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_memory import free_host_memory
 from ds_trainer.utils.ranks import RankInfo, known_local_size
 
 if TYPE_CHECKING:
@@ -192,6 +193,18 @@ def _remedy(launcher: str) -> str:
         "mpich": "-ppn of mpiexec",
         "mvapich": "-ppn of mpirun",
     }.get(launcher, "--nproc-per-node of torchrun, --num_gpus of deepspeed")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of ``device`` that this process may still use, with what torch caches; a GPU does not wait for it."""
+    if device.type == "cpu":
+        return free_host_memory()
+    if device.type != "cuda":
+        return 2**62  # unknown
+    import torch
+
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def free_memory(device: torch.device) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.monitor.report.contents import report_of
 from ds_trainer.monitor.report.page import report_page
 from ds_trainer.monitor.report.run_files import RunFiles
+from ds_trainer.parallel import expert_exchange
 from tests.support.expert_models import mixture
 from tests.support.pool import pool
 from tests.training.test_expert_parallel import samples
@@ -37,7 +41,8 @@ def _train(directory: Path, to_one: bool, arguments: dict[str, Any]) -> list[tor
     gates = [layer.mlp.gate for layer in model.model.layers]
     model.register_forward_pre_hook(lambda *a: masks.append(a[2]["input_ids"].flatten() != 0), with_kwargs=True)
     hooks = [gate.register_forward_hook(partial(record, calls)) for gate, calls in zip(gates, chosen, strict=True)]
-    trainer.train()
+    with mock.patch.object(expert_exchange, "time", SimpleNamespace(perf_counter=itertools.count().__next__)):
+        trainer.train()
     for hook in hooks:
         hook.remove()
     trainer.engine.close()
@@ -79,6 +84,10 @@ def test_loads_are_those_of_the_routers(arguments: dict[str, Any], tmp_path: Pat
         mine, other = ((found[rank][layer] // 2 == 1 - rank).sum() for rank in (0, 1))
         layer_bytes += float(mine + other) * 32 * 4
     assert record["expert_exchange_gb"] == pytest.approx(layer_bytes * (3 if recomputes else 2) / 2 / 1e9, rel=1e-6)
+    # An exchange takes a second on the clock of the test: of counts, and there and back in each pass.
+    seconds = (7 if recomputes else 5) * arguments.get("gradient_accumulation_steps", 1)
+    assert [record[f"experts/model.layers.{layer}.mlp.experts/exchange_seconds"] for layer in (0, 1)] == [seconds] * 2
+    assert record["expert_exchange_seconds"] == 2 * seconds
     assert "experts over 2" in str(report_of(files)["header"])
     page = report_page(report_of(files))
     assert "<h2>Experts</h2>" in page and "model.layers.1.mlp.experts" in page

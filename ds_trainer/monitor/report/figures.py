@@ -191,14 +191,17 @@ def experts_section(loads: Mapping[str, Mapping[str, float]]) -> str:
     """The last loads of divided experts; empty without them."""
     if not loads:
         return ""
-    heads = ("layer", "entropy of the load", "share of the busiest expert", "experts without tokens")
+    names = "entropy of the load", "share of the busiest expert", "experts without tokens", "exchange, ms a step"
     rows = [
-        (name, f"{load['entropy']:.3f}", f"{100 * load['busiest_share']:.2g} %", f"{load['dead']:.0f}")
+        (name, f"{load['entropy']:.3f}", f"{100 * load['busiest_share']:.2g} %", f"{load['dead']:.0f}", f"{ms:.3g}")
         for name, load in loads.items()
-        if len(load) == len(heads) - 1
+        if (ms := 1000 * load.get("exchange_seconds", 0.0)) >= 0 and {"entropy", "busiest_share", "dead"} <= load.keys()
     ]
-    text = "Since the log before the last one, over all ranks. An entropy of 1 is an even load."
-    return section("Experts", f"{table(heads, rows)}<p class='soft small'>{text}</p>")
+    text = (
+        "Since the log before the last one, over all ranks. An entropy of 1 is an even load. Exchanges are those of "
+        "the main process, with its waits for other ranks."
+    )
+    return section("Experts", f"{table(('layer', *names), rows)}<p class='soft small'>{text}</p>")
 
 
 _MOST_SAMPLES, _MOST_CHARACTERS, _MOST_SOURCES = 20, 6000, 200

@@ -23,7 +23,7 @@ DATA_CARD_NAME = "data_card.json"
 _EVALUATION_LOSS = re.compile(r"eval_(\w+_)?loss")
 _SOURCE_LOSS = re.compile(r"((?:eval_(?:\w+_)?)?loss)/(.+)", re.DOTALL)
 _NOT_LOGGED = re.compile(r"train_.*|total_flos|eval_(\w+_)?(runtime|\w+_per_second|items|model_preparation_time)")
-_OF_EXPERTS = re.compile(r"experts/(.+)/(entropy|busiest_share|dead)")
+_OF_EXPERTS = re.compile(r"experts/(.+)/(entropy|busiest_share|dead|exchange_seconds)")
 _POSITION = ("step", "epoch", "time")
 
 Points = list[tuple[float, float]]

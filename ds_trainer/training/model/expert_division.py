@@ -6,7 +6,7 @@ Only the function that computes the experts is replaced, by the interface of tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ds_trainer.parallel.expert_exchange import (
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.utils import distributed
+from ds_trainer.utils.devices import free_bytes
 from ds_trainer.utils.errors import ConfigError
 
 IMPLEMENTATION = "ds_trainer_expert_parallel"
@@ -109,14 +110,14 @@ def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
     if problems := expert_problems(model, size):
         raise ConfigError(problems)
     _watch_padding(model)
-    layers = expert_layers(model)
+    layers, free = expert_layers(model), cache(free_bytes)  # asked once, beside the weights
     own = {name for name, module in layers.items() if not hasattr(module, "_is_expert_parallel")}
     configs = {id(module.config): module.config for name, module in layers.items() if name not in own}
     products = {key: _product(config) for key, config in configs.items()}
     for name, module in layers.items():
         for wrapper in _wrappers(model, name):
             _divide_adapters(wrapper, groups)
-        _divide(name, module, groups, type(module).forward if name in own else products[id(module.config)])
+        _divide(name, module, groups, type(module).forward if name in own else products[id(module.config)], free)
         if name in own and "forward" not in vars(module):
             module.forward = partial(_exchanged, module)
 
@@ -138,12 +139,12 @@ def _product(config: Any) -> Callable[..., Any]:
     return product
 
 
-def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..., Any]) -> None:
+def _divide(name: str, module: Any, groups: ParallelGroups, product: Callable[..., Any], free: Any) -> None:
     for parameter in module.parameters(recurse=False):
         if parameter.shape[:1] == (module.num_experts,):
             mark_experts(parameter, groups)
     module.num_experts //= groups.layout.ep
-    exchange = ExpertExchange(name, groups.experts, module.num_experts, product)
+    exchange = ExpertExchange(name, groups.experts, module.num_experts, product, free)
     # Not a child of the module: it is no part of the model.
     object.__setattr__(module, EXCHANGE, exchange)
 
@@ -245,7 +246,7 @@ def _count_tokens(module: Any, args: tuple[Any, ...]) -> None:
         tokens += without_padding(args[1].detach(), len(tokens))[1]
 
 
-_LOADS = ("entropy", "busiest_share", "dead")
+_LOADS = ("entropy", "busiest_share", "dead", "exchange_seconds")
 
 
 def expert_log(model: nn.Module, layout: ParallelLayout, steps: int, device: torch.device) -> dict[str, float]:
@@ -253,7 +254,8 @@ def expert_log(model: nn.Module, layout: ParallelLayout, steps: int, device: tor
 
     Over all ranks that see different tokens: entropy of a layer's load, 1 if all experts get as many tokens; the share
     that the busiest expert gets; experts that get none. Without a layer in the name, the worst of all layers, and the
-    sum of dead experts. ``expert_exchange_gb`` is what this rank sends to others in a step, in 10^9 bytes.
+    sum of dead experts. ``expert_exchange_gb`` is what this rank sends to others in a step, in 10^9 bytes, and the
+    seconds of exchanges are those of this rank in a step, with its waits for others.
 
     Args:
         model: the model.
@@ -266,6 +268,7 @@ def expert_log(model: nn.Module, layout: ParallelLayout, steps: int, device: tor
     flat = torch.cat(loads)
     distributed.all_reduce_sum(flat, group=parallel_groups(layout).seq_data_parallel)
     sent = sum(exchange.take_bytes_sent() for exchange in exchanges.values())
+    seconds = {name: exchange.take_seconds() / steps for name, exchange in exchanges.items()}
     found: dict[str, float] = {}
     worst = [1.0, 0.0, 0]
     for name, load in zip(exchanges, flat.double().cpu().split([len(load) for load in loads]), strict=True):
@@ -274,7 +277,9 @@ def expert_log(model: nn.Module, layout: ParallelLayout, steps: int, device: tor
         share = load / load.sum()
         entropy = float(torch.special.entr(share).sum() / max(torch.tensor(len(load)).double().log(), 1e-30))
         busiest, dead = float(share.max()), int((load == 0).sum())
-        found |= {f"experts/{name}/{key}": value for key, value in zip(_LOADS, (entropy, busiest, dead), strict=True)}
+        values = (entropy, busiest, dead, seconds[name])
+        found |= {f"experts/{name}/{key}": value for key, value in zip(_LOADS, values, strict=True)}
         worst = [min(worst[0], entropy), max(worst[1], busiest), worst[2] + dead]
     totals = {"expert_load_entropy": worst[0], "expert_busiest_share": worst[1], "dead_experts": float(worst[2])}
-    return {**totals, "expert_exchange_gb": sent / 1e9 / steps, **found}
+    sums = {"expert_exchange_gb": sent / 1e9 / steps, "expert_exchange_seconds": sum(seconds.values())}
+    return {**totals, **sums, **found}
