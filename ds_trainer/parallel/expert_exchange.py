@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,9 +62,12 @@ def note_padding(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> No
 
     That of packed rows, which have no such mask, is known from :func:`use_text`. An auxiliary loss counts it.
     """
-    mask, (text, rule) = keywords.get("attention_mask"), getattr(_running, "text", (None, None))
-    if text is not None and not _reads_all_tokens(model, keywords, rule):
-        mask = text.to(keywords["input_ids"].device, non_blocking=True)
+    mask, (text, positions, rule) = keywords.get("attention_mask"), getattr(_running, "text", ((), None, None))
+    if text and model.training and not _reads_all_tokens(model, keywords, rule):
+        ids = keywords["input_ids"]
+        inside = (torch.arange(ids.shape[1]) if positions is None else positions()) < torch.tensor(text)[:, None]
+        # Of pinned memory, so that the host does not wait.
+        mask = (inside.pin_memory() if ids.is_cuda else inside).to(ids.device, non_blocking=True)
     is_usual = model.training and isinstance(mask, torch.Tensor) and mask.dim() == 2
     _running.mask = mask.flatten() != 0 if is_usual else None  # type: ignore[union-attr]
 
@@ -81,15 +84,16 @@ def _reads_all_tokens(model: nn.Module, keywords: Mapping[str, Any], rule: Any) 
 
 
 @contextmanager
-def use_text(text: torch.Tensor, rule: Any) -> Iterator[None]:
-    """Inside, the tokens of packed rows that are not in ``text [rows, tokens]`` are padding.
+def use_text(text: Sequence[int], positions: Callable[[], torch.Tensor] | None, rule: Any) -> Iterator[None]:
+    """Inside, the tokens of packed rows that follow the text are padding.
 
     Args:
-        text: bool, on the host.
+        text: tokens of each row before its padding; empty if no rows are packed.
+        positions: gives those of the tokens of this rank in a row, on the host; None: it has whole rows.
         rule: ``auxiliary`` says whether the model adds an auxiliary loss, if its configuration does not.
     """
-    outer = getattr(_running, "text", (None, None))
-    _running.text = text.pin_memory() if torch.cuda.is_available() else text, rule
+    outer = getattr(_running, "text", ((), None, None))
+    _running.text = text, positions, rule
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from ds_trainer.monitor.report.contents import report_of
 from ds_trainer.monitor.report.page import report_page
 from ds_trainer.monitor.report.run_files import RunFiles
 from ds_trainer.parallel import expert_exchange
-from tests.support.expert_models import mixture
+from ds_trainer.training.model import expert_division
+from tests.support.expert_models import maker, mixture
 from tests.support.pool import pool
+from tests.support.runs import train_and_report
 from tests.training.test_expert_parallel import samples
 
 
@@ -98,3 +101,26 @@ def test_dead_experts_are_counted(tmp_path: Path) -> None:
     pool(2).run(partial(_train, tmp_path, True, {"zero_stage": 3}))
     (record,) = [one for one in RunFiles.read(tmp_path).records if "loss" in one]
     assert (record["dead_experts"], record["expert_busiest_share"], record["expert_load_entropy"]) == (4, 0.5, 0.5)
+
+
+def _with_little_memory(directory: str, rows: int) -> str:
+    """Rank 1, to whose experts all tokens go, has room for ``rows``; the error of this rank."""
+    limits = {0: 2**40, 1: rows * 2 * 32 * 4}
+    arguments = {"expert_parallel_size": 2, "zero_stage": 3, "max_steps": 1, "self_test": "never"}
+    make = maker("qwen3_moe", to_one_expert=True)
+    with mock.patch.object(expert_division, "free_bytes", lambda _: limits[torch.distributed.get_rank()]):
+        try:
+            train_and_report(make, samples, directory, **arguments)
+        except torch.OutOfMemoryError as error:
+            return str(error).partition(" in a micro-batch: ")[2].partition("\n")[0]
+    return ""
+
+
+def test_a_rank_without_room_ends_all_before_rows_are_sent(tmp_path: Any) -> None:
+    text, other = pool(2).run(_with_little_memory, str(tmp_path), 10)
+    wanted = r"model\.layers\.0\.mlp\.experts: (\d+) rows would arrive for the experts of rank 1, 2\.0 times the mean "
+    found = re.match(wanted + ".* room for 10 of 256 bytes.*smaller micro-batches", text)
+    assert found is not None and other == text
+    rows = int(found[1])
+    assert pool(2).run(_with_little_memory, str(tmp_path), rows - 1) == [text.replace(" 10 ", f" {rows - 1} ")] * 2
+    assert pool(2).run(_with_little_memory, str(tmp_path), rows) == ["", ""]

@@ -140,7 +140,9 @@ class PackedFormat:
         return sum(self.ends_of_text(batch))
 
     def ends_of_text(self, batch: Mapping[str, Any]) -> list[int]:
-        """The tokens of each row of ``batch`` without the room at its end."""
+        """The tokens of each row of ``batch`` without the room at its end; nothing if it has no packed rows."""
+        if not isinstance(batch, Mapping) or not {TOKENS, POSITIONS} <= batch.keys():
+            return []
         return [self._end_of_text(batch, index) for index in range(len(batch[TOKENS]))]
 
     def _end_of_text(self, batch: Mapping[str, Any], index: int) -> int:

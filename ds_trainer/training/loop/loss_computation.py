@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -161,9 +162,8 @@ class LossComputation:
             ConfigError: a batch is no mapping of tensors.
         """
         for batch in batches:
-            if isinstance(batch, ShardedBatch):  # it is a mapping with a sequence
-                continue
-            if self.items is None or not isinstance(batch, Mapping):  # the first batches of this Trainer
+            first = self.items is None or not isinstance(batch, Mapping)  # the first batches of this Trainer
+            if first and not isinstance(batch, ShardedBatch):  # which is a mapping with a sequence
                 self.check(batch)
         counts = list(map(self.rule.weight if self.sharder is None else self._weight_of, batches))
         if self.items is None and not any(isinstance(getattr(batch, "local", batch), Dummy) for batch in batches):
@@ -220,9 +220,7 @@ class LossComputation:
     def recount(self) -> ItemCount:
         """Count the step again, after its first micro-batch has shown what the losses are the mean of. Collective."""
         assert self.items is not None  # the step was counted
-        before = self.items.divisor
-        items = self.count_step(self.batches, self._device)
-        self._superseded = before
+        self._superseded, items = self.items.divisor, self.count_step(self.batches, self._device)
         return items
 
     def local_items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -344,7 +342,7 @@ class LossComputation:
         finally:
             self.sharder = sharder
 
-    def of_shards(self, units: Sequence[Callable[[Any], torch.Tensor]], batch: Any, loss: Any) -> tuple[Any, Any]:
+    def of_shards(self, units: Sequence[Callable[[Any], torch.Tensor]], batch: Any, loss: Any) -> tuple[Any, ...]:
         """What the losses of the shards of a whole batch add up to, and what of it they count. Collective.
 
         Args:
@@ -361,46 +359,35 @@ class LossComputation:
         counts = [*(float(unit(local)) for unit in units), 1.0]
         sums = torch.tensor([[n * own if n else 0.0 for n in counts], counts], dtype=torch.float64)
         distributed.all_reduce_sum(sums, group=groups.replica_host)
-        weighted, counted = (sums / self._layout.tp).tolist()
-        return weighted, counted
+        return tuple((sums / self._layout.tp).tolist())
 
     @contextmanager
     def sharded(self, inputs: Any, needs_labels: bool = True) -> Iterator[Any]:
-        """Context with the shard of this rank of a replica's batch. In it, attention uses the sequence sharding, and
-        knows the samples of packed rows.
+        """Context with the shard of this rank of a replica's batch, in which attention knows its sharding and samples.
 
         Keep it open during the backward pass, because activation checkpointing runs attention again.
         """
         with ExitStack() as stack:
-            local, positions = inputs, None
+            local, positions, cut = inputs, None, isinstance(inputs, ShardedBatch)
             if self.sharder is not None:
                 from ds_trainer.parallel.attention import use_sharding
 
-                groups = parallel_groups(self._layout)
-                at = groups.coordinates
-                if isinstance(inputs, ShardedBatch):
-                    local, plan = inputs.local, inputs.plan
-                else:
-                    local, plan = self.sharder.shard(inputs, at.cp, at.sp, needs_labels)
+                at = (groups := parallel_groups(self._layout)).coordinates
+                shard = partial(self.sharder.shard, inputs, at.cp, at.sp, needs_labels)
+                local, plan = (inputs.local, inputs.plan) if cut else shard()
                 stack.enter_context(use_sharding(plan, groups))
-                positions = plan.positions(at.cp, at.sp)
+                positions = partial(plan.positions, at.cp, at.sp)
             elif self.packed:
                 from ds_trainer.parallel.document_attention import use_documents
                 from ds_trainer.training.model.packing.attention import documents_of
 
                 stack.enter_context(use_documents(documents_of(inputs)))
-            text = inputs.facts.text if isinstance(inputs, ShardedBatch) else self.text_of_rows(inputs)
-            if text:
+            if self.rows is not None:
                 from ds_trainer.parallel.expert_exchange import use_text
 
-                positions = torch.arange(inputs["input_ids"].shape[1]) if positions is None else positions
-                stack.enter_context(use_text(positions < torch.tensor(text)[:, None], self.rule))
+                text = inputs.facts.text if cut else self.rows.ends_of_text(inputs)
+                stack.enter_context(use_text(text, positions, self.rule))
             yield local
-
-    def text_of_rows(self, batch: Any) -> Sequence[int]:
-        """The tokens of each packed row without the room at its end; nothing unless experts ask for it."""
-        packed = self.rows is not None and isinstance(batch, Mapping) and {"input_ids", "position_ids"} <= batch.keys()
-        return self.rows.ends_of_text(batch) if packed and self.rows is not None else ()
 
 
 def _warn_without_targets(counts: Sequence[torch.Tensor]) -> None:

@@ -36,7 +36,8 @@ def cut_for_ranks(
         return
 
     def describe(batch: Any) -> BatchFacts:
-        return BatchFacts(losses.rule.count(batch), counter.size(batch), text=losses.text_of_rows(batch))
+        text = () if losses.rows is None else losses.rows.ends_of_text(batch)
+        return BatchFacts(losses.rule.count(batch), counter.size(batch), text=text)
 
     loader.cut_with(BatchSharder(losses.sharder, describe, beginning_of(loader, losses.sharder)))
 
