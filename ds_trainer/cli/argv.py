@@ -23,7 +23,7 @@ _PATHS = frozenset(
         "RUN2",
         "SRC",
         "FILE",
-        "FILE.png",
+        "FILE.svg",
         "YAML",
         "OUT.yaml",
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.cli.argv import Action, add_actions, add_dtype
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.files import new_output
 from ds_trainer.utils.units import counted, human_bytes, parse_size
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def _export(options: argparse.Namespace) -> None:
 def _convert(options: argparse.Namespace) -> None:
     from ds_trainer.checkpoint.converters.checkpoint_import import export_universal, import_checkpoint
 
+    if not options.to.is_dir():
+        new_output(options.to, "--to", "directory")
     if options.format == _UNIVERSAL:
         print(f"{options.path} -> {export_universal(options.path, options.to)}")
         return

@@ -51,8 +51,9 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     if args:
         raise ConfigError(f"ds-trainer init: unrecognized arguments: {' '.join(args)}.")
     out = Path(os.path.expanduser(options.out))
-    if out.exists() and not options.force:
-        raise ConfigError(f"{out} exists. Write another file, or replace it with --force.")
+    if os.path.lexists(out) and not (options.force and out.is_file() and not out.is_symlink()):
+        hint = "--force replaces regular files only" if options.force else "or replace it with --force"
+        raise ConfigError(f"{out} exists. Write another file, {hint}.")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"{out}: the directory {out.absolute().parent} does not exist.")
     asks = sys.stdin.isatty() and not options.yes

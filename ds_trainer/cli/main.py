@@ -110,6 +110,13 @@ def _run_reporting_errors(args: list[str]) -> int:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # otherwise Python reports an error when it flushes
         return DONE
+    except OSError as error:
+        # Of a place that the user named. In a training it may be anything, and where it was raised says more.
+        command = next((word for word in args if not word.startswith("-")), "")
+        if not error.strerror or command in ("train", "run", "profile"):
+            raise
+        print_error(f"{error.strerror}{f': {error.filename}' if error.filename else ''}.")
+        return CANNOT_WORK
 
 
 def print_error(message: str) -> None:

@@ -23,6 +23,7 @@ from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.recipes.task import TRL_TASKS
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE, NOTHING_FITS
+from ds_trainer.utils.files import new_output
 from ds_trainer.utils.units import counted
 
 HELP = "show which layouts of a model fit on a cluster, and how fast they are"
@@ -79,6 +80,9 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     Raises:
         ConfigError: the model, the device or an argument is unknown.
     """
+    for name in ("config", "plot"):
+        if getattr(options, name) not in (None, "-"):
+            setattr(options, name, new_output(getattr(options, name), f"--{name}"))
     if options.as_written:
         # Options that ask for something else are an error.
         others = given_options(options)
@@ -112,7 +116,7 @@ def run(options: argparse.Namespace, args: Sequence[str]) -> int:
     else:
         print("\n".join(_text(options, request, result)))
     if best is not None and options.config is not None:
-        plan_outputs.write_config(request, best, Path(options.config))
+        plan_outputs.write_config(request, best, options.config)
     if options.plot is not None and (shown := best or next(iter(result.rejected), None)) is not None:
         plan_outputs.draw(shown, options.plot)
     return DONE if best is not None else NOTHING_FITS

@@ -88,15 +88,8 @@ def contradictions(request: PlanRequest, plan: Plan) -> list[str]:
 
 
 def write_config(request: PlanRequest, plan: Plan, path: Path) -> None:
-    """Write :func:`compiled_config` to a file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        write_text_atomic(path, compiled_config(request, plan).to_json() + "\n")
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error}") from error
+    """Write :func:`compiled_config` to a file."""
+    write_text_atomic(path, compiled_config(request, plan).to_json() + "\n")
 
 
 def cost(plan: Plan, tokens: int, price: float | None) -> dict[str, float]:
@@ -118,7 +111,7 @@ def draw(plan: Plan, path: Path) -> None:
     """Write the memory of a plan as an SVG: a bar for each moment of a step.
 
     Raises:
-        ConfigError: the file cannot be written, or has another ending.
+        ConfigError: the file has another ending.
     """
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"--plot {path}: figures are SVG files. Use {path.with_suffix('.svg')}.")
@@ -128,10 +121,7 @@ def draw(plan: Plan, path: Path) -> None:
         for moment in memory.moments
     }
     title = f"{plan.model.name}, {plan.cluster.world_size} x {plan.cluster.device}: {plan.candidate.describe()}"
-    try:
-        write_text_atomic(path, stacked_file(title, bars, plan.cluster.board.memory, "GB of a device"))
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+    write_text_atomic(path, stacked_file(title, bars, plan.cluster.board.memory, "GB of a device"))
 
 
 def result_as_json(request: PlanRequest, result: SearchResult, count: int, costs: dict[str, Any]) -> dict[str, Any]:

@@ -34,10 +34,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"plot takes no {overrides[0]}: its only argument is RUN.")
     if not (options.run / METRICS_NAME).is_file():
         raise ConfigError(f"{options.run} has no {METRICS_NAME}: pass the output directory of a training.")
-    try:
-        written = write_plots(options.run)
-    except OSError as error:
-        raise ConfigError(f"The charts cannot be written: {error}.") from error
+    written = write_plots(options.run)
     for path in written:
         print(path)
     return DONE if written else CANNOT_WORK

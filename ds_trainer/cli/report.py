@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE
+from ds_trainer.utils.files import new_output
 
 HELP = "write the report of a run, or compare two runs"
 DESCRIPTION = (
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the subcommand.
 
     Raises:
-        ConfigError: a directory is not that of a run, or the file cannot be written.
+        ConfigError: a directory is not that of a run, or the file exists.
     """
     from ds_trainer.monitor.report.writing import write_comparison, write_report
 
@@ -47,12 +48,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"--output {options.output} is for a comparison: pass a second run. The report of one run is "
             f"{options.run}/report.html."
         )
-    try:
-        if options.other is None:
-            page = write_report(options.run, price)
-        else:
-            page = write_comparison(options.run, options.other, options.output or Path("comparison.html"), price)
-    except OSError as error:
-        raise ConfigError(f"The report cannot be written: {error}.") from error
+    if options.other is None:
+        page = write_report(options.run, price)
+    else:
+        target = new_output(options.output or "comparison.html", "--output")
+        new_output(target.with_suffix(".json"), f"{target} is written with a file of its data:")
+        page = write_comparison(options.run, options.other, target, price)
     print(page)
     return DONE

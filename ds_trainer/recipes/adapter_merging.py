@@ -22,7 +22,7 @@ from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.training.loading.model_files import ADAPTER_CONFIG
 from ds_trainer.training.loading.pretrained import from_pretrained
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.files import new_output, parse_json
 
 
 class LoadedWeights:
@@ -72,8 +72,7 @@ def merge_adapters(
     """
     if saved.base is None:
         raise ConfigError(f"{saved.directory} has full weights: there is nothing to merge.")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"--to {directory}: the directory exists and is not empty. Choose a new directory.")
+    new_output(directory, "--to", "directory")
     with _naming_base(saved) as adapters, tempfile.TemporaryDirectory() as temporary:
         model = from_pretrained(adapters, dtype=dtype)
         if getattr(model.get_base_model(), "is_quantized", False):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import ds_trainer
 from ds_trainer.callbacks.integrations import check_trackers
+from ds_trainer.checkpoint.loading.sampled_files import FILES
+from ds_trainer.monitor.report.history import HISTORY_NAME
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
@@ -100,11 +102,12 @@ class Job(ABC):
         began = time.perf_counter()
         check_trackers(self.recipe.arguments.get("report_to"))
         args = self.arguments()
+        output_dir = Path(str(args.output_dir))
+        _refuse_files_of_others(output_dir, args.where("output_dir"))
         for line in self.prepare(args):
             logger.info("%s", line)
         trainer = self.make_trainer(args)
         self.begin(trainer)
-        output_dir = Path(str(args.output_dir))
         is_main = trainer.is_world_process_zero()
         if is_main:
             (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
@@ -140,6 +143,16 @@ class Job(ABC):
         print(shown(self.report(results, evaluation)), flush=True)
         write_json(output_dir / RESULTS_NAME, without_secrets(results))
         return results
+
+
+def _refuse_files_of_others(output_dir: Path, where: str) -> None:
+    """The final weights replace those that are there: they must be of an earlier run, and not the base model's."""
+    theirs = [name for name in ("adapter_config.json", "config.json", *FILES) if (output_dir / name).exists()]
+    if theirs and not any((output_dir / name).exists() for name in (HISTORY_NAME, RESULTS_NAME, "latest")):
+        raise ConfigError(
+            f"output_dir={output_dir} ({where}) has a model that no run of ds_trainer wrote there "
+            f"({', '.join(theirs)}), and the trained one would replace it. Set another output_dir."
+        )
 
 
 def _parts(total: float, **seconds: float) -> dict[str, float]:

@@ -177,6 +177,7 @@ def recipe_text(task: str, wanted: Wanted, path: str) -> str:
         f"# Data:   {wanted.survey.describe()}",
         *(f"# {line}" for line in _plan_lines(task, wanted, plan)),
     ]
+    lines = [" ".join(line.splitlines()) for line in lines]  # names of files may have newlines
     sections = {
         "model": _model(task, wanted, adapters),
         "task": _task(task, wanted),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.checkpoint.export.inspection import find_checkpoints
+from ds_trainer.checkpoint.loading.sampled_files import FILES as _WEIGHTS
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE
 from ds_trainer.recipes.tokenizers import ByteTokenizer
 from ds_trainer.training.loading.model_files import ADAPTER_CONFIG, model_directory
@@ -16,7 +17,6 @@ from ds_trainer.utils.files import read_json
 if TYPE_CHECKING:
     import torch
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _DEEPSPEED = ("global_step*", "*mp_rank_*_model_states.pt", "*zero_pp_rank_*_optim_states.pt")
 # Heads that give no text, by the end of the class's name.

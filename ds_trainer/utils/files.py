@@ -48,15 +48,18 @@ def write_text_atomic(path: str | os.PathLike[str], text: str, private: bool = F
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             flush(stream.fileno())
         os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # it does not exist
+            partial.unlink()
+        if isinstance(error, OSError):  # the user knows no temporary file
+            error.filename, error.filename2 = str(target), None
         raise
 
 
@@ -105,6 +108,20 @@ def own_files(directory: Path) -> None:
                 path.unlink()
             if content is not None:
                 path.write_bytes(content)
+
+
+def new_output(path: str | os.PathLike[str], source: str, kind: str = "file") -> Path:
+    """``path`` with the home directory in place of ``~``, where a subcommand writes: what is there is never replaced.
+
+    Raises:
+        ConfigError: something is there, other than an empty directory for a ``kind`` of ``"directory"``.
+    """
+    target = Path(path).expanduser()
+    is_free = kind == "directory" and target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    if os.path.lexists(target) and not is_free:
+        content = " and is not empty" if kind == "directory" else ""
+        raise ConfigError(f"{source} {path} exists{content}. Name a new {kind}, or remove it.")
+    return target
 
 
 def write_result(path: Path, text: str) -> None:

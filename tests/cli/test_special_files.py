@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import io
 import json
@@ -16,8 +17,12 @@ from typing import Any
 
 import pytest
 
+from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.cli.main import main
 from tests.support.chat_model import save_chat_model
 from tests.support.forks import in_a_fork
+from tests.support.models import RaggedTokens, tiny_llama
+from tests.support.pool import pool
 
 SAMPLE = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
 RECIPE: dict[str, Any] = {
@@ -76,8 +81,6 @@ def _late(*_: object) -> None:
 
 def mistakes_of(folder: str, name: str) -> list[str]:
     """What is wrong with how the command ``name`` answers to each file; runs in a process of its own."""
-    from ds_trainer.cli.main import main
-
     os.chdir(folder)
     words = list(COMMANDS[name])
     suffix = next(word for word in words if word.startswith("@"))[1:]
@@ -146,3 +149,89 @@ def folder(tmp_path: Path) -> Path:
 def test_what_is_no_such_file_is_one_error(name: str, folder: Path) -> None:
     mistakes = in_a_fork(mistakes_of, str(folder), name)
     assert not mistakes, "\n".join(mistakes)
+
+
+OUTPUTS: dict[str, list[str]] = {
+    "init": ["init", "@.yaml", "--model", "tiny", "--data", "good.jsonl", "--yes"],
+    "init anew": ["init", "@.yaml", "--model", "tiny", "--data", "good.jsonl", "--yes", "--force"],
+    "plan": ["plan", "tiny", "--devices-per-node", "1", "--config", "@.json"],
+    "draw": ["plan", "tiny", "--devices-per-node", "1", "--plot", "@.svg"],
+    "compare": ["report", "run", "run", "--output", "@.html"],
+    "export": ["checkpoint", "export", "run", "--to", "@"],
+    "convert": ["checkpoint", "convert", "run/checkpoint-2", "--format", "universal", "--to", "@"],
+}
+ALLOWED = {("init anew", "file"), ("convert", "folder")}
+PLACES = {
+    "file": 2, "folder": 2, "link": 2, "dangling": 2, "loop": 2, "fifo": 2, "null": 2, "file@/x": 2, "ro/x": 2, "ro": 2,
+    "full/x": 2, "/proc/x": 2, "a\nb": 0, "new": 0,
+}  # fmt: skip
+
+
+def places_of(folder: str, name: str) -> list[str]:
+    """What is wrong with how the command ``name`` treats each place that it is told to write to; in a process alone."""
+    os.chdir(folder)
+    suffix = next(word for word in OUTPUTS[name] if word.startswith("@"))[1:]
+    new_mounts = 0x20000  # CLONE_NEWNS: none of these mounts is seen outside
+    mounts = ctypes.CDLL(None).unshare(new_mounts) == 0 and not os.system("mount --make-rprivate / 2>/dev/null")
+    for path in ("folder" + suffix, "ro", "full"):
+        Path(path).mkdir()
+    mine = ["file" + suffix, f"folder{suffix}/mine", "outside"]
+    for path in mine:
+        Path(path).write_text("mine")
+    for link, target in (("link", "outside"), ("dangling", "nowhere"), ("loop", "loop" + suffix)):
+        Path(link + suffix).symlink_to(target)
+    os.mkfifo("fifo" + suffix)
+    if mounts:
+        os.mknod("null" + suffix, 0o020666, os.makedev(1, 3))
+        mounts = not os.system("mount -t tmpfs -o ro x ro && mount -t tmpfs -o size=4k x full")
+        os.system("head -c 9000 /dev/zero >full/filler 2>/dev/null")
+    signal.signal(signal.SIGALRM, _late)
+    mistakes = []
+    for place, expected in PLACES.items():
+        if place in ("ro", "ro/x", "full/x", "null") and not mounts:
+            continue
+        target = place if place == "ro" else place.replace("@", suffix) + suffix
+        before = {path: path.lstat().st_ino for path in Path().rglob("*")}
+        err = io.StringIO()
+        signal.alarm(200)
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(err):
+                code: object = main([target if word.startswith("@") else word for word in OUTPUTS[name]])
+        except BaseException as error:
+            code = repr(error)
+        signal.alarm(0)
+        after = {path: path.lstat().st_ino for path in Path().rglob("*")}
+        changed = [path for path in before if after.get(path) != before[path]]
+        changed += [Path(path) for path in mine if Path(path).read_text() != "mine"]
+        code_expected = 0 if (name, place) in ALLOWED else expected
+        wrong = code != code_expected or (changed and name != "init anew") or (code != 0 and after.keys() - before)
+        if wrong or (code != 0 and not err.getvalue().strip()):
+            mistakes.append(f"{place!r}: {code}, {changed}, {after.keys() - before}: {err.getvalue().strip()[-200:]}")
+    return mistakes
+
+
+def trained(output_dir: str) -> None:
+    args = TrainingArguments(output_dir, max_steps=2, save_steps=2, disable_tqdm=True, use_cpu=True)
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(32))
+    trainer.train()
+    trainer.engine.close()
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_replaces_nothing(name: str, folder: Path) -> None:
+    """Each option that names a place to write to: a failure is one error, and leaves nothing behind."""
+    pool(1).run(trained, str(folder / "run"))
+    mistakes = in_a_fork(places_of, str(folder), name)
+    assert not mistakes, "\n".join(mistakes)
+
+
+def test_the_base_model_is_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the weights of a recipe whose output directory it is; those of an earlier run are."""
+    recipe, model = folder / "r.yaml", folder / "tiny"
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    arguments = {**RECIPE["arguments"], "output_dir": str(model)}
+    data = {**RECIPE["data"], "train": str(folder / "good.jsonl")}
+    recipe.write_text(json.dumps({**RECIPE, "model": {"path": str(model)}, "data": data, "arguments": arguments}))
+    assert main(["train", str(recipe)]) == 2
+    assert "has a model that no run of ds_trainer wrote there (config.json, model.safe" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in model.iterdir()} == before

@@ -150,6 +150,7 @@ def write_universal(checkpoint: Path, directory: Path, step: int) -> Path:
     if final.exists():
         raise ConfigError(f"{final} already exists. Choose another directory, or remove it.")
     partial = directory / f".global_step{step}.partial"
+    is_new = not directory.exists()
     disk.remove_tree(partial)
     (partial / "zero").mkdir(parents=True)
     try:
@@ -158,7 +159,7 @@ def write_universal(checkpoint: Path, directory: Path, step: int) -> Path:
             disk.flush_file(path)
         disk.rename(partial, final)
     except BaseException:
-        disk.remove_tree(partial)
+        disk.remove_tree(directory if is_new else partial)
         raise
     write_text_atomic(directory / "latest_universal", f"{final.name}")
     return final
@@ -211,7 +212,8 @@ def _whole(source: ShardSource, name: str, kind: str, shape: tuple[int, ...], dt
 
 def _save(value: Any, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
-    torch.save(value, path)
+    with path.open("wb") as stream:  # an error of a stream names the reason
+        torch.save(value, stream)
 
 
 def _optimizer(client_state: Mapping[str, Any], step_count: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ds_trainer.checkpoint.weights.model_description import (
 from ds_trainer.checkpoint.weights.model_saving import complete_configuration, write_sections
 from ds_trainer.checkpoint.weights.weight_files import INDEX_FILE, SINGLE_FILE, plan_files, tensor_names
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import new_partial
+from ds_trainer.utils.files import new_output, new_partial
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -70,8 +70,7 @@ def export_checkpoint(
             model, or the directory is not empty.
         WeightFilesError: a file reads back differently than it was written.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"--to {directory}: the directory exists and is not empty. Choose a new directory.")
+    new_output(directory, "--to", "directory")
     has_model = (checkpoint / SINGLE_FILE).is_file() or (checkpoint / INDEX_FILE).is_file()
     if has_model and not any(checkpoint.glob("rank_*.safetensors")):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,13 +130,15 @@ def create_output_directory(args: TrainingArguments) -> None:
     """Create ``output_dir``.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: it cannot be created or written to.
     """
     try:
         str(args.output_dir).encode()  # it is written to JSON files
         os.makedirs(str(args.output_dir), exist_ok=True)
+        with tempfile.TemporaryFile(dir=str(args.output_dir)):
+            pass
     except (OSError, ValueError, RecursionError) as error:  # a null byte; thousands of folders
         raise ConfigError(
-            f"output_dir={str(args.output_dir)[:200]!r} ({args.where('output_dir')}) cannot be created: "
+            f"output_dir={str(args.output_dir)[:200]!r} ({args.where('output_dir')}) cannot be created or written to: "
             f"{getattr(error, 'strerror', None) or error}. Choose another directory."
         ) from None
