@@ -50,6 +50,7 @@ from ds_trainer.engine.tensor_parallel.repairs import skip_input_check
 from ds_trainer.engine.tensor_parallel.slices import gradient_norm
 from ds_trainer.engine.topology import install_mpu, reset_deepspeed_groups, set_deepspeed_groups, verify_engine_topology
 from ds_trainer.engine.unused_parameters import UnusedParameters
+from ds_trainer.engine.whole_step import step_all_at_once
 from ds_trainer.engine.written_weights import WrittenWeights
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.groups import ParallelGroups, parallel_groups
@@ -183,6 +184,7 @@ class TrainingEngine:
         self.guarded = True
         enable_overflow_checks(self.deepspeed.optimizer)
         norm = reduce_norm_once(self.deepspeed.optimizer)
+        step_all_at_once(self.deepspeed.optimizer, self.groups)
         self.unused_parameters = UnusedParameters(self.deepspeed, self.groups, seen, norm)
         keep_reduction_dtype(self.deepspeed.optimizer, config.precision.autocast is not None)
         self._accumulation = Float32Accumulation(model) if accumulates_in_float32(config) else None

@@ -64,6 +64,8 @@ _NVME = {"device": "nvme", "nvme_path": "/nvme"}
 _TWO_SLICES = {"world": 2, "tensor_parallel_size": 2}
 _ZENFLOW = {"zero_stage": 3, "device": "cuda", "deepspeed": zero(zenflow={"topk_ratio": 0.1})}
 _BARE = Environment(version=lambda package: None)
+_DS_ADAM: dict[str, Any] = {"optim_args": "torch_adam=False"}
+_ADAM: dict[str, Any] = {"deepspeed": {"optimizer": {"type": "Adam", "params": {"torch_adam": False}}}}
 _TWO_PARTS = {"world": 2, "expert_parallel_size": 2}
 _SUPER = zero(offload_optimizer={"device": "cpu", "super_offload": True})
 _HALF = zero(offload_optimizer={"device": "cpu", "ratio": 0.5})
@@ -160,14 +162,14 @@ CASES = [
         communication_data_type="fp16",
         deepspeed={**autocast("bfloat16"), **_INT4},
     ),
-    breaks(
-        "half-at-stage-0-with-tensor-parallelism",
-        "fp16-needs-zero",
-        fp16=True,
-        device="cuda",
-        zero_stage=0,
-        **_TWO_SLICES,
-    ),
+    breaks("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, optim="lamb", **_TWO_PARTS),
+    breaks("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, **_DS_ADAM, **_TWO_SLICES),
+    breaks("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, **_ADAM, **_TWO_SLICES),
+    keeps("half-at-stage-0-in-parts", bf16=True, zero_stage=0, **_TWO_SLICES),
+    keeps("half-at-stage-0-in-parts", bf16=True, zero_stage=0, optim="sgd", **_TWO_SLICES),
+    keeps("half-at-stage-0-in-parts", device="cuda", zero_stage=0, optim="lamb", **_TWO_PARTS),
+    keeps("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=1, **_DS_ADAM, **_TWO_SLICES),
+    keeps("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, optim="lamb"),
     keeps("fp16-needs-zero", "lamb-in-fp16", fp16=True, device="cuda", zero_stage=0, optim="lamb"),
     # -- ZeRO --------------------------------------------------------------------------------------------------------
     breaks("nvme-optimizer-needs-stage-3", zero_stage=1, offload_optimizer="nvme", nvme_path="/nvme"),
@@ -291,8 +293,6 @@ CASES = [
         activation_checkpointing=True,
         deepspeed={"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 2}},
     ),
-    keeps("experts-at-stage-0-in-float32", zero_stage=0, **_TWO_PARTS),
-    keeps("experts-at-stage-0-in-float32", zero_stage=0, bf16=True),
     keeps("experts-without-fp8", zero_stage=1, torch_compile=True, **_TWO_PARTS),
     breaks("experts-without-fp8", zero_stage=1, fp8=True, device="cuda", bf16=True, **_TWO_PARTS),
     keeps("experts-without-zeropp", zero_stage=3, **_TWO_PARTS),

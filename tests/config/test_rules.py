@@ -145,9 +145,9 @@ EXAMPLES: dict[str, Example] = {
         {"bf16": False, "fp16": True},
         ("zero_quantized_gradients=true", "communication_data_type="),
     ),
-    "half-at-stage-0-with-tensor-parallelism": Example(
-        {"bf16": True, "zero_stage": 0, "tensor_parallel_size": 2, "world": 2},
-        {"zero_stage": 1},
+    "half-at-stage-0-in-parts": Example(
+        {"bf16": True, "zero_stage": 0, "tensor_parallel_size": 2, "world": 2, "optim": "lamb", "device": "cuda"},
+        {"optim": "adamw_torch"},
         ("zero_stage=0 (argument)", "bf16=True (argument)"),
     ),
     "param-dtype-agrees": Example({"deepspeed": {"data_types": {"param_dtype": "bf16"}}}, {"bf16": True}),
@@ -317,7 +317,6 @@ EXAMPLES: dict[str, Example] = {
         name: Example({"world": 2, "expert_parallel_size": 2, **arguments}, {"expert_parallel_size": 1})
         for name, arguments in (
             ("experts-without-zeropp", {"zero_stage": 3, "deepspeed": _HPZ}),
-            ("experts-at-stage-0-in-float32", {"zero_stage": 0, "bf16": True}),
             ("experts-without-fp8", {"zero_stage": 1, "fp8": True, "device": "cuda", "bf16": True}),
             ("experts-with-plain-offload", {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": "/nvme"}),
         )

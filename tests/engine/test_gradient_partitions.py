@@ -91,6 +91,7 @@ def trained(deepspeeds: bool, stage: int, zero: str, precision: str, groups: int
     if deepspeeds:
         patch.setattr(seen_gradients, "WholeReduction", lambda *_: None)
         patch.setattr(training_engine, "own_gradient_partition", nullcontext)
+        patch.setattr(training_engine, "step_all_at_once", lambda *_: None)
         if zero != "smaller buckets":
             patch.setattr(reduction_order, "can_overlap", lambda optimizer: False)
     model, later = Odd(), zero == "a layer is trained later"

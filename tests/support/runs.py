@@ -36,6 +36,7 @@ def train_and_report(
     output_dir: str,
     trainer_class: type[Trainer] = Trainer,
     collator: Any = None,
+    resume: str | None = None,
     **arguments: Any,
 ) -> Trajectory:
     """Train on this rank with every step logged; returns the trajectory."""
@@ -51,7 +52,7 @@ def train_and_report(
     args = TrainingArguments(output_dir, **{**values, **arguments})
     options = {} if collator is None else {"data_collator": collator}
     trainer = trainer_class(make_model(), args, train_dataset=make_data(), **options)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     report = compatibility_of(trainer)
     trainer.engine.close()
     return report

@@ -130,13 +130,27 @@ PRECISION = (
         "Set fp16=True, or remove zero_quantized_gradients.",
     ),
     Rule(
-        "half-at-stage-0-with-tensor-parallelism",
+        "half-at-stage-0-in-parts",
         "Precision",
-        (_STAGE, "bf16.enabled", "fp16.enabled", "tensor_parallel.autotp_size"),
-        lambda c: c.stage == 0 and c.layout.tp > 1 and (c.on("bf16.enabled") or c.on("fp16.enabled")),
-        "in 16 bits without ZeRO, DeepSpeed leaves the partitions of all tensor-parallel ranks but the first out of "
-        "the gradient norm, and clips by that norm",
-        "Set zero_stage to 1 or more.",
+        (
+            _STAGE,
+            "bf16.enabled",
+            "fp16.enabled",
+            "optimizer.type",
+            "tensor_parallel.autotp_size",
+            "expert_parallel_size",
+        ),
+        lambda c: (
+            c.stage == 0
+            and c.layout.tp * c.layout.ep > 1
+            and c.model_dtype != "fp32"
+            and (
+                c.optimizer == "lamb" or (c.optimizer in ("adam", "adamw") and not c.on("optimizer.params.torch_adam"))
+            )
+        ),
+        "in 16 bits without ZeRO, DeepSpeed's LAMB and its own Adam leave weights that other ranks hold out of the "
+        "gradient norm, and clip by that norm",
+        "Set zero_stage to 1 or more, or optim=adamw_torch.",
     ),
     Rule(
         "fp16-needs-zero",

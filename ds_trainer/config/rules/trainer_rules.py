@@ -166,14 +166,6 @@ TRAINER = (
         "Remove these keys, or set expert_parallel_size=1.",
     ),
     Rule(
-        "experts-at-stage-0-in-float32",
-        "Settings that the Trainer manages",
-        ("expert_parallel_size", "zero_optimization.stage", "bf16.enabled", "fp16.enabled"),
-        lambda c: c.layout.ep > 1 and c.stage == 0 and c.model_dtype != "fp32",
-        "DeepSpeed leaves experts out of the gradient norm in 16 bits at ZeRO stage 0",
-        "Set zero_stage to 1, 2 or 3.",
-    ),
-    Rule(
         "experts-without-fp8",
         "Settings that the Trainer manages",
         ("expert_parallel_size", "fp8"),

@@ -7,6 +7,7 @@ differ on each rank; those of replicated weights are equal on all ranks and must
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -75,19 +76,27 @@ def gradient_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) ->
     if groups.layout.ep > 1:
         held = [p for p in parameters if hasattr(p, "ds_trainer_expert_slice")]
         rest = [p for p in parameters if not hasattr(p, "ds_trainer_expert_slice")]
-        square = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]).square()
+        square = _norm([p.grad for p in held if p.grad is not None]).square()
         torch.distributed.all_reduce(square, group=groups.experts)
         return (square + _dense_norm(rest, groups).square()).sqrt()
     return _dense_norm(parameters, groups)
 
 
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Their 2-norm in their dtype, of gradients in 16 bits in float32."""
+    if not gradients:
+        return torch.zeros(())
+    dtype = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype)))
+
+
 def _dense_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) -> torch.Tensor:
     if groups.layout.tp == 1:
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return _norm([p.grad for p in parameters if p.grad is not None])
     sliced = [p.grad for p in parameters if p.grad is not None and is_sliced(p)]
     replicated = [p.grad for p in parameters if p.grad is not None and not is_sliced(p)]
-    square = torch.nn.utils.get_total_norm(sliced).square().to(parameters[0].device)
-    replicated_square = torch.nn.utils.get_total_norm(replicated).square().to(square)
+    square = _norm(sliced).square().to(parameters[0].device)
+    replicated_square = _norm(replicated).square().to(square)
     square += replicated_square * 0.0  # propagates a non-finite value on one rank to all ranks
     torch.distributed.all_reduce(square, group=groups.tp)
     return (square + replicated_square).sqrt()
