@@ -221,8 +221,11 @@ class BackwardPasses:
         return False
 
 
-def without_graph() -> ConfigError:
-    """The error for a loss that has no graph to back-propagate through."""
+def unusable(loss: torch.Tensor) -> ConfigError:
+    """The error for a loss that is not one value, or has no graph to back-propagate through."""
+    if loss.numel() != 1:
+        shape = list(loss.shape)
+        return ConfigError(f"The loss has the shape {shape}: return one value, such as the mean over the samples.")
     return ConfigError(
         "The loss has no gradient: it was detached (detach(), item(), numpy()), computed under torch.no_grad(), or "
         "depends on no parameter that is trained."

@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.engine.adagrad import keep_adagrad_groups
-from ds_trainer.engine.backward_passes import BackwardPasses, without_backward, without_graph
+from ds_trainer.engine.backward_passes import BackwardPasses, unusable, without_backward
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.evaluation_engine import follow_modes
 from ds_trainer.engine.finite_step import (
@@ -239,8 +239,8 @@ class TrainingEngine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagates ``loss``, a scalar already divided by the item count of the global batch."""
-        if not loss.requires_grad:
-            raise without_graph()
+        if not loss.requires_grad or loss.numel() != 1:
+            raise unusable(loss)
         ranks = self._averaged_over
         loss = loss * (loss_factor(loss, ranks) if self.guarded else ranks)
         if self.passes is not None:
@@ -258,8 +258,8 @@ class TrainingEngine:
         self._backward_among_others(loss * (loss_factor(loss, 1) if self.guarded else 1.0), retain_graph)
 
     def _backward_among_others(self, loss: torch.Tensor, retain_graph: bool) -> None:
-        if not loss.requires_grad:
-            raise without_graph()
+        if not loss.requires_grad or loss.numel() != 1:
+            raise unusable(loss)
         if self.passes is None:
             raise ConfigError("accelerator.backward was called outside of an overridden training_step or compute_loss.")
         self.deepspeed.set_gradient_accumulation_boundary(self.is_last and not self.completes_late)

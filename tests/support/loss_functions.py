@@ -124,10 +124,6 @@ def _weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, weight=torch.tensor([1.0, 5.0, 0.2, 1.0, 1.0]))
 
 
-def _smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits, labels, label_smoothing=0.1)
-
-
 def _two_heads(logits: torch.Tensor, labels: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return _tokens()(logits, labels) + F.cross_entropy(logits[:, 0], label)
 
@@ -353,8 +349,14 @@ FUNCTIONS = (
     ),
     _of("mean over samples of means over tokens", _mean_of_means, _padded, SAMPLES),
     _of("token cross-entropy, sum / batch size", _tokens_over_samples, _padded, SAMPLES),
+    _of(
+        "samples by importance",
+        lambda z, labels, importance: _by_weights(z[:, None], labels[:, None], importance[:, None]),
+        lambda: {**single(), "importance": torch.rand(6)},
+        "entries, weighted or counted by 'importance',",
+    ),
     _of("cross-entropy with class weights", _weighted, single, NONE),
-    _of("cross-entropy with label smoothing", _smoothed, single, ITEMS),
+    _of("cross-entropy with label smoothing", nn.CrossEntropyLoss(label_smoothing=0.1), single, ITEMS),
     _of("several labels with weights", _several, lambda: {"x": _x(), "labels": torch.rand(6, 5).round()}, ITEMS),
     _of("Kullback-Leibler divergence, batchmean", _divergence, lambda: {"x": _x(), "labels": torch.rand(6, 5)}, ITEMS),
     _of("focal loss, sum", _focal, single, SUM),

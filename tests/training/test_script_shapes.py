@@ -355,22 +355,22 @@ def trained(library: Any, shape: Any, output_dir: str, accumulation: int, **chan
     return trainer
 
 
-def theirs(shape: str, output_dir: str, accumulation: int) -> dict[str, torch.Tensor]:
+def theirs(shape: Any, output_dir: str, accumulation: int) -> dict[str, torch.Tensor]:
     import transformers
 
-    trainer = trained(transformers, SHAPES[shape], output_dir, accumulation)
+    trainer = trained(transformers, shape, output_dir, accumulation)
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def ours(shape: str, output_dir: str, accumulation: int, world: int, stage: int) -> Any:
+def ours(shape: Any, output_dir: str, accumulation: int, world: int, stage: int) -> Any:
     import ds_trainer
 
     shutil.rmtree(output_dir, ignore_errors=True)
     sizes: dict[str, Any] = {"per_device_train_batch_size": 4 // world, "zero_stage": stage}
-    if stage == 3 and hasattr(SHAPES[shape], "options"):
-        sizes["deepspeed"] = SHAPES[shape].options
+    if stage == 3 and hasattr(shape, "options"):
+        sizes["deepspeed"] = shape.options
     try:
-        trainer = trained(ds_trainer, SHAPES[shape], output_dir, accumulation, **sizes)
+        trainer = trained(ds_trainer, shape, output_dir, accumulation, **sizes)
     except ConfigError as error:
         return str(error)
     weights = whole_weights(trainer)
@@ -384,8 +384,13 @@ def ours(shape: str, output_dir: str, accumulation: int, world: int, stage: int)
 def test_the_weights_are_those_of_one_process_or_the_shape_is_refused(
     shape: str, accumulation: int, tmp_path: Any
 ) -> None:
-    stages, text = getattr(SHAPES[shape], "refused", ((), ""))
-    own = hasattr(SHAPES[shape], "alone")
+    compare(SHAPES[shape], accumulation, tmp_path)
+
+
+def compare(shape: Any, accumulation: int, tmp_path: Any) -> None:
+    """The weights in each layout with those of transformers in one process, or the error that ``shape`` names."""
+    stages, text = getattr(shape, "refused", ((), ""))
+    own = hasattr(shape, "alone")
     wanted = None if own else pool(1).run(theirs, shape, str(tmp_path / "theirs"), accumulation)[0]
     for world, stage in ((1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)):
         (found, *_) = pool(world).run(ours, shape, str(tmp_path / f"{world}{stage}"), accumulation, world, stage)

@@ -2,8 +2,9 @@
 callbacks a gradient that ZeRO has partitioned: ``parameter.grad`` is empty or that of one rank.
 
 Inside of callbacks every function of torch is looked at (an average of the weights, a mask), and in an overridden loss
-or step outside of the engine's forward passes (a penalty, a head that is applied outside of its module); in the rest
-of a training ``state_dict()``, which overridden ``save_model`` methods write to files, and copies of the model.
+or step outside of the engine's forward passes (a penalty, a head that is applied outside of its module), and inside of
+these in the first micro-batch; in the rest of a training ``state_dict()``, which overridden ``save_model`` methods
+write to files, and copies of the model.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _GRADIENT = (
 )
 _USED = (
     "{what} was called for {name}, but ZeRO 3 has only a part of each weight on a rank, so that this tensor is empty. "
-    "Compute what a loss needs of a weight in the forward of the model, copy a model before train(), "
+    "Compute what a loss needs of a weight in the forward of the model (`module.weight` is gathered there, "
+    "`module.parameters()` is not; 0 * weight.sum() of unused weights is not needed), copy a model before train(), "
     "read all weights with self.accelerator.get_state_dict(self.model) on all ranks, use some inside of "
     "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), save them with an overridden _save(output_dir, "
     "state_dict), or set zero_stage=2."
@@ -93,10 +95,14 @@ class ShardAccess(TorchFunctionMode):
         model: the model.
         at_exit: called at the end, if there was no error.
         gradients: refuse ``parameter.grad``, too.
+        everywhere: also inside of the engine's forward passes.
     """
 
-    def __init__(self, model: nn.Module, at_exit: Callable[[], Any] = int, gradients: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, at_exit: Callable[[], Any] = int, gradients: bool = False, everywhere: bool = False
+    ) -> None:
         super().__init__()
+        self.everywhere = everywhere
         self._gradients = gradients
         self._model = model
         self._at_exit = at_exit
@@ -118,6 +124,11 @@ class ShardAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module of ``model`` is compiled."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
 class WatchedUses:
     """Contexts of the losses and steps of a script, in which it cannot use released weights.
 
@@ -130,7 +141,7 @@ class WatchedUses:
 
     def __init__(self, engine: nn.Module) -> None:
         self._model: nn.Module = engine.module  # type: ignore[assignment]
-        self._compiled = any(module._compiled_call_impl is not None for module in self._model.modules())
+        self._compiled = is_compiled(self._model)
         self._paused: list[ShardAccess] = []
         engine.register_forward_pre_hook(self._pause, prepend=True)
         engine.register_forward_hook(self._go_on, always_call=True)
@@ -140,7 +151,8 @@ class WatchedUses:
         return nullcontext() if self._compiled else ShardAccess(self._model)
 
     def _pause(self, *ignored: Any) -> None:
-        while isinstance(innermost := _get_current_function_mode(), ShardAccess):  # there may be others of the script
+        # There may be others of the script.
+        while isinstance(innermost := _get_current_function_mode(), ShardAccess) and not innermost.everywhere:
             TorchFunctionMode.__exit__(innermost, None, None, None)
             self._paused.append(innermost)
 

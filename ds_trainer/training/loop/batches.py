@@ -250,13 +250,15 @@ def micro_steps_of(loader: Any) -> int | None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` of a user's loader and of its samplers and dataset, if they have this method."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    notified: list[Any] = []
-    for part in [*parts, getattr(loader, "dataset", None)]:
-        if callable(getattr(part, "set_epoch", None)) and not any(part is other for other in notified):
-            notified.append(part)
+    """Call ``set_epoch(epoch)`` of a user's loader and of its samplers and dataset, if they have this method.
+
+    Samplers may be wrapped, as by accelerate, which calls the innermost one only on one rank.
+    """
+    parts: list[Any] = [loader, getattr(loader, "dataset", None)]
+    for part in parts:
+        found = [getattr(part, name, None) for name in ("sampler", "batch_sampler") if part is not parts[1]]
+        parts += [new for new in found if new is not None and not any(new is other for other in parts)]
+        if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
 
 

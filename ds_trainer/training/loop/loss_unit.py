@@ -94,7 +94,7 @@ def units_of(batch: Any, label_names: Sequence[str], config: Any) -> tuple[list[
             shifts = (False, True) if value.dim() > 1 and not value.is_floating_point() else (False,)
             # 0 is a class if there is one label for each sample.
             others += [Unit(key, entry, shift) for shift in shifts for entry in ignored if value.dim() > 1 or entry < 0]
-        elif "weight" in str(key) and value.is_floating_point():
+        elif value.is_floating_point() and _are_weights(str(key), value):
             others.append(Unit(key, summed=True, parts=_FRACTIONS))
         elif value.dim() == 1 and not value.is_floating_point() and value.dtype is not torch.bool:
             others.append(Unit(key, summed=True))  # lengths
@@ -105,6 +105,11 @@ def units_of(batch: Any, label_names: Sequence[str], config: Any) -> tuple[list[
         elif value.dim() > 1 and value.is_floating_point():
             others += [Unit(key, entry) for entry in (IGNORED, -1) if bool(value.eq(entry).any())]  # padding
     return preferred, others
+
+
+def _are_weights(key: str, value: torch.Tensor) -> bool:
+    soft = value.dim() == 1 or ("mask" in key and not _is_mask(value))
+    return "weight" in key or (soft and bool((value >= 0).all()))
 
 
 def _is_mask(value: torch.Tensor) -> bool:

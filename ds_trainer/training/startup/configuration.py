@@ -35,7 +35,7 @@ from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.loop.source_losses import check_sources
 from ds_trainer.training.model.preparation import check_model
 from ds_trainer.training.signatures import accepted_arguments
-from ds_trainer.utils.errors import ConfigError, Problems
+from ds_trainer.utils.errors import ConfigError, Problems, listed
 from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig
         micro_steps = batch_plan_of(args, layout).micro_steps(len(inputs.train_dataset))
         total_steps = RunPlan.of(args, micro_steps).max_steps
     shape = ModelShape.from_model(inputs.model)
-    return compile_config(
+    config = compile_config(
         args=args,
         layout=layout,
         shape=shape,
@@ -256,6 +256,13 @@ def compile_run(inputs: TrainerInputs, layout: ParallelLayout) -> CompiledConfig
         total_steps=total_steps,
         cluster=_cluster(args),
     )
+    doubles = [name for name, parameter in inputs.model.named_parameters() if parameter.dtype == torch.float64]
+    if doubles and config.precision.dtype == "fp32" and (config.zero_stage > 0 or layout.world_size > 1):
+        raise ConfigError(
+            f"{listed(doubles, 3)} of {type(inputs.model).__name__} are float64, which DeepSpeed trains on one rank "
+            "with zero_stage=0 only. Call model.float() before it is passed to the Trainer."
+        )
+    return config
 
 
 def _cluster(args: TrainingArguments) -> Cluster | None:
