@@ -53,6 +53,7 @@ _NO_ROOM = (
     "room for {:,} of {} bytes. Routers that prefer few experts (expert_busiest_share in the logs) need an auxiliary "
     "loss or gate_bias_rate, or smaller micro-batches."
 )
+_NO_TEXT: tuple[Sequence[int], Any, Any, int] = ((), None, None, 0)
 _running = threading.local()  # backward passes have threads of their own
 
 
@@ -62,12 +63,14 @@ def note_padding(model: nn.Module, args: Any, keywords: Mapping[str, Any]) -> No
 
     That of packed rows, which have no such mask, is known from :func:`use_text`. An auxiliary loss counts it.
     """
-    mask, (text, positions, rule) = keywords.get("attention_mask"), getattr(_running, "text", ((), None, None))
-    if text and model.training and not _reads_all_tokens(model, keywords, rule):
-        ids = keywords["input_ids"]
+    mask, (text, positions, rule, padding) = keywords.get("attention_mask"), getattr(_running, "text", _NO_TEXT)
+    ids = keywords.get("input_ids") if text and model.training else None
+    if isinstance(ids, torch.Tensor) and len(ids) == len(text) and not _reads_all_tokens(model, keywords, rule):
         inside = (torch.arange(ids.shape[1]) if positions is None else positions()) < torch.tensor(text)[:, None]
-        # Of pinned memory, so that the host does not wait.
-        mask = (inside.pin_memory() if ids.is_cuda else inside).to(ids.device, non_blocking=True)
+        if inside.shape == ids.shape:
+            # Of pinned memory, so that the host does not wait. A script may have exchanged rows: text is never padding.
+            inside = (inside.pin_memory() if ids.is_cuda else inside).to(ids.device, non_blocking=True)
+            mask = inside | (ids != padding)
     is_usual = model.training and isinstance(mask, torch.Tensor) and mask.dim() == 2
     _running.mask = mask.flatten() != 0 if is_usual else None  # type: ignore[union-attr]
 
@@ -84,16 +87,19 @@ def _reads_all_tokens(model: nn.Module, keywords: Mapping[str, Any], rule: Any) 
 
 
 @contextmanager
-def use_text(text: Sequence[int], positions: Callable[[], torch.Tensor] | None, rule: Any) -> Iterator[None]:
+def use_text(
+    text: Sequence[int], positions: Callable[[], torch.Tensor] | None, rule: Any, pad_token_id: int
+) -> Iterator[None]:
     """Inside, the tokens of packed rows that follow the text are padding.
 
     Args:
         text: tokens of each row before its padding; empty if no rows are packed.
         positions: gives those of the tokens of this rank in a row, on the host; None: it has whole rows.
         rule: ``auxiliary`` says whether the model adds an auxiliary loss, if its configuration does not.
+        pad_token_id: the token of the padding.
     """
-    outer = getattr(_running, "text", ((), None, None))
-    _running.text = text, positions, rule
+    outer = getattr(_running, "text", _NO_TEXT)
+    _running.text = text, positions, rule, pad_token_id
     try:
         yield
     finally:

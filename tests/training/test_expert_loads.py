@@ -19,6 +19,7 @@ from ds_trainer.monitor.report.page import report_page
 from ds_trainer.monitor.report.run_files import RunFiles
 from ds_trainer.parallel import expert_exchange
 from ds_trainer.training.model import expert_division
+from tests.support.compare import assert_equal
 from tests.support.expert_models import maker, mixture
 from tests.support.pool import pool
 from tests.support.runs import train_and_report
@@ -124,3 +125,21 @@ def test_a_rank_without_room_ends_all_before_rows_are_sent(tmp_path: Any) -> Non
     rows = int(found[1])
     assert pool(2).run(_with_little_memory, str(tmp_path), rows - 1) == [text.replace(" 10 ", f" {rows - 1} ")] * 2
     assert pool(2).run(_with_little_memory, str(tmp_path), rows) == ["", ""]
+
+
+class _FurtherPasses(Trainer):
+    """Runs its model on some of the rows, and on embeddings, too."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"][:1])
+            model(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("trainer", [Trainer, _FurtherPasses])
+def test_scripts_run_divided_experts_on_more_than_packed_rows(trainer: type[Trainer], tmp_path: Path) -> None:
+    values = {**PACKED, "max_steps": 2, "self_test": "never", "optim": "sgd", "learning_rate": 0.5}
+    job = partial(train_and_report, maker("qwen3_moe"), samples, str(tmp_path), trainer, **values)
+    (divided, _), (whole, _) = (pool(2).run(partial(job, expert_parallel_size=size)) for size in (2, 1))
+    assert_equal(divided, whole, 1e-6)

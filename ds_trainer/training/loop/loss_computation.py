@@ -386,7 +386,7 @@ class LossComputation:
                 from ds_trainer.parallel.expert_exchange import use_text
 
                 text = inputs.facts.text if cut else self.rows.ends_of_text(inputs)
-                stack.enter_context(use_text(text, positions, self.rule))
+                stack.enter_context(use_text(text, positions, self.rule, self.rows.pad_token_id))
             yield local
 
 
