@@ -241,7 +241,8 @@ def _use(directory: str, use: str, arguments: dict[str, Any]) -> Any:
         return trainer.evaluate(samples()[:10])["eval_loss"]
     if use == "predict":
         return torch.as_tensor(trainer.predict(samples()[:10]).predictions)
-    return trainer.model.generate(torch.arange(1, 7)[None], max_new_tokens=4, do_sample=False)
+    rank = torch.distributed.get_rank()  # ranks have prompts and answers of other lengths
+    return trainer.model.generate(torch.arange(1, 7 + rank)[None], max_new_tokens=4 + 3 * rank, do_sample=False)
 
 
 @pytest.mark.extended

@@ -221,11 +221,12 @@ def shifted(row: dict[str, Any]) -> dict[str, Any]:
     [
         (changed(masked), ("of the samples in the first 20 steps have no target", "max_length")),
         (changed(lambda row: {**row, "labels": row["labels"] * 0 - 100}), ("There is no target", "data_collator")),
+        (changed(lambda row: {key: value[:1] for key, value in row.items()}), ("There is no target", "one token")),
         (changed(padded), ("of the targets in the first 20 steps are padding", "attention_mask is 0")),
         (changed(shifted), ("the model shifts labels itself", "input_ids")),
         ([rows()[0]] * 64, ("All samples in the first 20 steps have the same tokens", "max_length")),
     ],
-    ids=["masked", "none", "padding", "shifted", "same"],
+    ids=["masked", "none", "one token", "padding", "shifted", "same"],
 )
 def test_labels(data: Data, words: tuple[str, ...], tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     train(tmp_path, PlainLanguageModel(), data)

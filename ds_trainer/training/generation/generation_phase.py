@@ -71,6 +71,8 @@ class GenerationPhase:
         """
         from ds_trainer.parallel.attention import use_sharding
 
+        if self._engine.groups.layout.ep > 1:  # the last rank to end needs the experts of the others until then
+            kwargs["synced_gpus"] = True
         with ExitStack() as stack:
             stack.enter_context(self.weights())
             stack.enter_context(use_sharding(None, None))

@@ -184,8 +184,9 @@ class BatchCensus:
     def _about_targets(self, counts: Mapping[str, int], when: str, explained: bool) -> Iterator[str]:
         rows, empty, tokens, targets = (counts[name] for name in ("rows", "empty", "tokens", "targets"))
         remedy = "Check what the dataset and the data_collator mask, and whether max_length cuts the answers off."
-        if tokens >= _FEW_TOKENS and targets == 0:
-            yield f"There is no target {when}: all labels are {IGNORED}, so nothing is learned. {remedy}"
+        why = f"all labels are {IGNORED}" if tokens else "each sample has one token, and no next one to predict"
+        if targets == 0 and (tokens >= _FEW_TOKENS or (tokens == 0 and rows >= _FEW_ROWS)):
+            yield f"There is no target {when}: {why}, so nothing is learned. {remedy}"
         elif rows >= _FEW_ROWS and empty * 2 > rows and not explained:
             yield (
                 f"{_percent(empty, rows)} of the samples {when} have no target (all their labels are {IGNORED}): only "
