@@ -368,7 +368,7 @@ def test_rows_without_room_name_their_layer(tmp_path: Any) -> None:
         pool(2).run(_without_room, str(tmp_path))
 
 
-def _killed_inside(directory: str) -> None:
+def _killed_inside(directory: str, ranks: int, call: int) -> None:
     """Rank 1 dies in the exchange of the second step."""
     send = expert_exchange.ExpertExchange.send
     calls = 0
@@ -376,18 +376,20 @@ def _killed_inside(directory: str) -> None:
     def dying(exchange: Any, *args: Any) -> None:
         nonlocal calls
         calls += torch.distributed.get_rank() == 1 and exchange._counts  # in training
-        if calls == 12:
+        if calls == call:
             os.kill(os.getpid(), signal.SIGKILL)
         send(exchange, *args)
 
     with mock.patch.object(expert_exchange.ExpertExchange, "send", dying):
-        arguments = {"expert_parallel_size": 2, "zero_stage": 1, "max_steps": 5, "self_test": "never"}
-        train_and_report(maker("qwen3_moe"), samples, directory, **arguments)
+        arguments = {"expert_parallel_size": ranks, "zero_stage": 1, "max_steps": 5, "self_test": "never"}
+        recomputes = {"gradient_checkpointing": ranks == 4}
+        train_and_report(maker("qwen3_moe"), samples, directory, **arguments, **recomputes)
 
 
 @pytest.mark.extended
-def test_ranks_end_when_one_is_killed_inside_the_exchange(tmp_path: Any) -> None:
+@pytest.mark.parametrize("ranks, call", [(2, 12), (4, 21)], ids=["forward", "recomputed"])
+def test_ranks_end_when_one_is_killed_inside_the_exchange(ranks: int, call: int, tmp_path: Any) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailure, match=r"mlp\.experts: the exchange of tokens with other ranks has failed"):
-        pool(2).run(_killed_inside, str(tmp_path))
+        pool(ranks).run(_killed_inside, str(tmp_path), ranks, call)
     assert time.monotonic() - began < 60
