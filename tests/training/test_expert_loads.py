@@ -1,9 +1,14 @@
-"""Loads of divided experts in metrics and report: those that the routers decide, counted once, without padding."""
+"""Loads of divided experts in metrics and report: those that the routers decide, counted once, without padding.
+
+And what happens on one rank alone and ends or changes a step of all: no room for rows, an overflow.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +17,19 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
-from ds_trainer import Trainer, TrainingArguments
+from ds_trainer import Trainer, TrainerCallback, TrainingArguments
+from ds_trainer.config.rules.precision_rules import PRECISION
 from ds_trainer.monitor.report.contents import report_of
 from ds_trainer.monitor.report.page import report_page
 from ds_trainer.monitor.report.run_files import RunFiles
 from ds_trainer.parallel import expert_exchange
 from ds_trainer.training.model import expert_division
-from tests.support.compare import assert_equal
+from tests.support.compare import assert_equal, weight_distance
 from tests.support.expert_models import maker, mixture
 from tests.support.pool import pool
-from tests.support.runs import train_and_report
+from tests.support.runs import compatibility_of, train_and_report
 from tests.training.test_expert_parallel import samples
 
 
@@ -143,3 +150,54 @@ def test_scripts_run_divided_experts_on_more_than_packed_rows(trainer: type[Trai
     job = partial(train_and_report, maker("qwen3_moe"), samples, str(tmp_path), trainer, **values)
     (divided, _), (whole, _) = (pool(2).run(partial(job, expert_parallel_size=size)) for size in (2, 1))
     assert_equal(divided, whole, 1e-6)
+
+
+class _Overflow(TrainerCallback):
+    """In step 3, the gradient of the last expert, which the last rank has, is infinite there."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._now = False
+        weight.register_hook(self._changed)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+        self._now = state.global_step == 2
+
+    def _changed(self, gradient: torch.Tensor) -> torch.Tensor:
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        return gradient.index_fill(0, torch.tensor([len(gradient) - 1]), torch.inf) if self._now and last else gradient
+
+
+def _overflowing(directory: str, arguments: dict[str, Any]) -> Any:
+    values = dict(optim="sgd", learning_rate=0.1, max_grad_norm=0.3, max_steps=5, logging_steps=1, save_strategy="no")
+    args = TrainingArguments(directory, use_cpu=True, self_test="never", **values, **arguments)
+    model = mixture("qwen3_moe")
+    callback = _Overflow(model.model.layers[1].mlp.experts.gate_up_proj)
+    with ExitStack() as stack:
+        if arguments.get("fp16"):  # which is refused on CPUs: they are slow
+            (rule,) = (one for one in PRECISION if one.name == "fp16-needs-gpu")
+            stack.enter_context(mock.patch.dict(vars(rule), broken=lambda _: False))
+            stack.enter_context(mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True))
+        trainer = Trainer(model, args, train_dataset=samples(), callbacks=[callback])
+        trainer.train()
+    report = compatibility_of(trainer)
+    trainer.engine.close()
+    return report
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_overflow_of_one_expert_skips_the_step_of_all(precision: str, stage: int, tmp_path: Path) -> None:
+    arguments = {"zero_stage": stage, **({precision: True} if precision != "fp32" else {})}
+    if precision == "fp16":
+        arguments["deepspeed"] = {"fp16": {"initial_scale_power": 10}}
+    whole, divided = (
+        pool(2).run(partial(_overflowing, str(tmp_path), {**arguments, "expert_parallel_size": size}))
+        for size in (1, 2)
+    )
+    bound = {"fp32": 2e-6, "bf16": 1e-4, "fp16": 1e-3}[precision]
+    for found in divided:
+        assert [math.isfinite(norm) for norm in found.grad_norms] == [True, True, False, True, True]
+        assert found.losses == pytest.approx(whole[0].losses, abs=bound)
+        assert weight_distance(found.weights, divided[0].weights) == 0
+        assert weight_distance(found.weights, whole[0].weights) <= bound
