@@ -86,3 +86,13 @@ def double(folder: str, stage: int) -> Any:
 def test_float64_is_one_error_where_deepspeed_divides_it(tmp_path: Any) -> None:
     pool(2).run(double, str(tmp_path), 0)
     double(str(tmp_path), 2)
+
+
+def evaluated(folder: str) -> None:
+    args = ds_trainer.TrainingArguments(folder, use_cpu=True, disable_tqdm=True, zero_stage=3)
+    with pytest.raises(ConfigError, match="is gathered there, `module"):
+        ds_trainer.Trainer(PenaltyInForward(), args, eval_dataset=rows(8)).evaluate()
+
+
+def test_an_evaluation_without_a_training_refuses_weights_that_are_not_gathered(tmp_path: Any) -> None:
+    pool(2).run(evaluated, str(tmp_path))

@@ -15,6 +15,8 @@ from ds_trainer.data.batch_structure import Dummy, number_of_samples
 from ds_trainer.data.columns import can_be_called_with, find_label_names
 from ds_trainer.data.sequence_sharding import unshard
 from ds_trainer.data.sharded_batch import ShardedBatch
+from ds_trainer.engine.weights import is_released
+from ds_trainer.engine.zero3.shard_access import ShardAccess, is_compiled
 from ds_trainer.parallel.attention import ActiveSharding, active_sharding
 from ds_trainer.parallel.deferred_logits import DeferredLogits
 from ds_trainer.training.evaluation.labels import labels_of, loss_of_outputs, predictions_of
@@ -51,6 +53,7 @@ class Evaluator:
         self._assembly = assembly
         self._pieces: LogitPieces | LogitsToHost | None = None
         self._verified: Any = None
+        self._looked_at = 0
 
     @property
     def _trainer(self) -> TrainerProtocol:
@@ -191,12 +194,15 @@ class Evaluator:
                 self._verify_loss_rule(model, own, items)
             own_items = self._losses.rule.weight(own)
         loss: torch.Tensor | None
-        if has_loss:
-            loss, outputs = self._loss_and_outputs(model, own, items, wanted)
-        else:
-            with self._losses.chunked.deferring(model, always=True) if self._pieces is not None else nullcontext():
-                outputs = model(**own)
-            loss = loss_of_outputs(outputs)
+        module, before, self._looked_at = getattr(model, "module", model), self._looked_at, id(model)
+        first = before != id(model) and any(map(is_released, module.parameters())) and not is_compiled(module)
+        with ShardAccess(module, everywhere=True) if first else nullcontext():
+            if has_loss:
+                loss, outputs = self._loss_and_outputs(model, own, items, wanted)
+            else:
+                with self._losses.chunked.deferring(model, always=True) if self._pieces is not None else nullcontext():
+                    outputs = model(**own)
+                loss = loss_of_outputs(outputs)
         loss = None if loss is None else loss.detach().mean()
         if sharding is not None and loss is not None:
             loss = self._loss_of_all_shards(loss, own_items, items)
