@@ -106,7 +106,7 @@ def layer_figures(layout: ParallelLayout, tokens: int) -> dict[str, float]:
     exchange = None
     if layout.ep > 1:
         compute = exchange = SameEverywhere(
-            "layer", parallel_groups(layout).experts, experts, grouped_mm_experts_forward
+            "layer", parallel_groups(layout).experts, experts, grouped_mm_experts_forward, lambda _: 2**40
         )
     chosen, weights = _even(tokens), torch.full((tokens, 8), 0.125, requires_grad=True)
 
