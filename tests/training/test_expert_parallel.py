@@ -207,6 +207,7 @@ def test_models_that_cannot_be_divided_are_refused_with_the_remedy() -> None:
     assert expert_problems(model, 2) == []
     (uneven,) = expert_problems(model, 3)
     assert "does not divide the 4 experts of model.layers.0.mlp.experts. Set it to 1 or 2 or 4." in uneven
+    assert expert_problems(model, 3, ranks=6)[0].endswith("Set it to 1 or 2.")
     (without,) = expert_problems(torch.nn.Linear(2, 2), 2)
     assert "Linear has no experts that can be divided" in without
 

@@ -69,8 +69,8 @@ def divided_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if EXCHANGE in vars(module)}
 
 
-def expert_problems(model: nn.Module, size: int) -> list[str]:
-    """Reasons why the experts of ``model`` cannot be divided by ``size`` ranks, one sentence each."""
+def expert_problems(model: nn.Module, size: int, ranks: int = 0) -> list[str]:
+    """Reasons why the experts of ``model`` cannot be divided by ``size`` of ``ranks`` ranks, one sentence each."""
     if any(is_expert(parameter) for parameter in model.parameters()):
         return []  # they are divided
     layers = expert_layers(model)
@@ -79,7 +79,7 @@ def expert_problems(model: nn.Module, size: int) -> list[str]:
     for name, module in layers.items():
         experts = module.num_experts
         if experts % size:
-            sizes = " or ".join(str(number) for number in range(1, experts + 1) if experts % number == 0)
+            sizes = " or ".join(str(n) for n in range(1, experts + 1) if experts % n == ranks % n == 0)
             return [_UNEVEN.format(size=size, experts=experts, name=name, sizes=sizes)]
         if any(getattr(w, "num_experts", 0) != experts or not hasattr(w, "lora_A") for w in _wrappers(model, name)):
             return [_ADAPTED.format(size=size, name=name)]
@@ -107,7 +107,7 @@ def divide_experts(model: nn.Module, groups: ParallelGroups) -> None:
             setattr(module, _FUNCTION, kept)
     if any(is_expert(parameter) for parameter in model.parameters()):
         return
-    if problems := expert_problems(model, size):
+    if problems := expert_problems(model, size, groups.layout.seq_data_parallel_size):
         raise ConfigError(problems)
     _watch_padding(model)
     layers, free = expert_layers(model), cache(free_bytes)  # asked once, beside the weights
