@@ -51,8 +51,19 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.other is None:
         page = write_report(options.run, price)
     else:
-        target = new_output(options.output or "comparison.html", "--output")
-        new_output(target.with_suffix(".json"), f"{target} is written with a file of its data:")
+        target = Path(options.output or "comparison.html").expanduser()
+        if not _is_comparison(target):
+            new_output(target, "--output")
+            new_output(target.with_suffix(".json"), f"{target} is written with a file of its data:")
         page = write_comparison(options.run, options.other, target, price)
     print(page)
     return DONE
+
+
+def _is_comparison(page: Path) -> bool:
+    """Whether ``page`` is a comparison that this command has written, which another one may replace."""
+    data = page.with_suffix(".json")
+    if any(one.is_symlink() or not one.is_file() for one in (page, data)):
+        return False
+    with data.open("rb") as stream:
+        return stream.read(12) == b'{\n "names": '

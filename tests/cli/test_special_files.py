@@ -225,6 +225,12 @@ def test_an_output_replaces_nothing(name: str, folder: Path) -> None:
     assert not mistakes, "\n".join(mistakes)
 
 
+def test_a_comparison_replaces_an_earlier_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool(1).run(trained, str(folder / "run"))
+    monkeypatch.chdir(folder)
+    assert [main(["report", "run", "run"]) for _ in range(2)] == [0, 0]
+
+
 def test_the_base_model_is_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the weights of a recipe whose output directory it is; those of an earlier run are."""
     recipe, model = folder / "r.yaml", folder / "tiny"
