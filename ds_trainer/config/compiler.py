@@ -103,7 +103,7 @@ def compile_config(
     """
     collected = Problems(args.problems())
     wrong_arguments = bool(collected)
-    user = _user_settings(args, collected)
+    user = user_settings(args, collected)
     schema = load_schema()
     findings = schema.findings(user) if user is not None else []
     collected.extend(finding.sentence for finding in findings if finding.refused)
@@ -153,7 +153,7 @@ def compile_config(
     return config
 
 
-def _user_settings(args: TrainingArguments, problems: Problems) -> Located | None:
+def user_settings(args: TrainingArguments, problems: Problems) -> Located | None:
     """The settings of the user's file, empty without a file; None if it cannot be read."""
     if args.deepspeed is None:
         return Located({}, "deepspeed")

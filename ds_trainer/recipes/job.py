@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import ds_trainer
 from ds_trainer.callbacks.integrations import check_trackers
 from ds_trainer.checkpoint.loading.sampled_files import FILES
+from ds_trainer.config.compiler import user_settings
 from ds_trainer.monitor.report.history import HISTORY_NAME
 from ds_trainer.recipes.recipe import Recipe
-from ds_trainer.utils.errors import ConfigError
+from ds_trainer.training.resume.output_directory import OutputDirectory
+from ds_trainer.training.resume.resumption import weights_directory
+from ds_trainer.utils.errors import ConfigError, Problems
 from ds_trainer.utils.files import write_json
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.printable import shown
@@ -103,7 +106,7 @@ class Job(ABC):
         check_trackers(self.recipe.arguments.get("report_to"))
         args = self.arguments()
         output_dir = Path(str(args.output_dir))
-        _refuse_files_of_others(output_dir, args.where("output_dir"))
+        _check_files(args, output_dir)
         for line in self.prepare(args):
             logger.info("%s", line)
         trainer = self.make_trainer(args)
@@ -145,14 +148,23 @@ class Job(ABC):
         return results
 
 
-def _refuse_files_of_others(output_dir: Path, where: str) -> None:
-    """The final weights replace those that are there: they must be of an earlier run, and not the base model's."""
+def _check_files(args: TrainingArguments, output_dir: Path) -> None:
+    """Refuse files that cannot be used, before data is read."""
+    problems = Problems()
+    user_settings(args, problems)
+    with problems.collecting():
+        OutputDirectory(args, args.resume_from_checkpoint)
+    with problems.collecting():
+        if args.start_from_weights is not None:
+            weights_directory(args.start_from_weights)
+    # The final weights replace those that are there: they must be of an earlier run, and not the base model's.
     theirs = [name for name in ("adapter_config.json", "config.json", *FILES) if (output_dir / name).exists()]
     if theirs and not any((output_dir / name).exists() for name in (HISTORY_NAME, RESULTS_NAME, "latest")):
-        raise ConfigError(
-            f"output_dir={output_dir} ({where}) has a model that no run of ds_trainer wrote there "
+        problems.add(
+            f"output_dir={output_dir} ({args.where('output_dir')}) has a model that no run of ds_trainer wrote there "
             f"({', '.join(theirs)}), and the trained one would replace it. Set another output_dir."
         )
+    problems.raise_if_any()
 
 
 def _parts(total: float, **seconds: float) -> dict[str, float]:

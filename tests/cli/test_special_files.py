@@ -225,6 +225,20 @@ def test_an_output_replaces_nothing(name: str, folder: Path) -> None:
     assert not mistakes, "\n".join(mistakes)
 
 
+def test_files_that_a_recipe_names_are_looked_at_before_its_data(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    lost = {"deepspeed": "lost.json", "resume_from_checkpoint": "lost/checkpoint-1", "start_from_weights": "gone"}
+    arguments = {**RECIPE["arguments"], **lost}
+    Path("r.yaml").write_text(
+        json.dumps({**RECIPE, "arguments": arguments, "data": {**RECIPE["data"], "train": "no-data.jsonl"}})
+    )
+    assert main(["train", "r.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in lost.values()) and "no-data" not in error, error
+
+
 def test_a_comparison_replaces_an_earlier_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool(1).run(trained, str(folder / "run"))
     monkeypatch.chdir(folder)

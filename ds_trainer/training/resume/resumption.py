@@ -277,7 +277,7 @@ def weights_directory(path: str) -> Path:
     Raises:
         ConfigError: it does not exist.
     """
-    directory = user_path(path, f"resume_from_checkpoint={path!s}")
+    directory = user_path(path, f"start_from_weights={path!s}")
     if not directory.is_dir():
         raise ConfigError(f"start_from_weights={path!r} is not a directory (current directory: {Path.cwd()}).")
     return directory
