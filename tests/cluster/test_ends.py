@@ -114,10 +114,14 @@ def test_ranks_without_an_outcome_have_failed(cluster: Cluster, jobs: dict[str, 
     """With each rank dies the shell that would have written its exit code down.
 
     srun sends TERM to the rank that is left when the other dies. A rank that TERM reaches first leaves 143, or nothing,
-    with 143 from srun. So both ranks ignore TERM, and neither dies before both do.
+    with 143 from srun. So both ranks ignore TERM, and both die at the same moment of the one clock that they have.
     """
-    both_ignore = "trap '' TERM; touch deaf.$RANK; until [ -e deaf.0 ] && [ -e deaf.1 ]; do sleep 0.1; done"
-    job = Job(cluster, tmp_path, f"{both_ignore}\nkill -KILL $PPID $$")
+    both_ignore = "trap '' TERM; own=deaf.${SLURM_RESTART_COUNT:-0}; touch $own.$RANK"
+    both_are_here = "until [ -e $own.0 ] && [ -e $own.1 ]; do sleep 0.1; done"
+    moment = "moment=$(($(stat -c %Y $own.0 $own.1 | sort -n | tail -1) + 3))"
+    until = "until [ $(date +%s) -ge $moment ]; do :; done"
+    lines = [both_ignore, both_are_here, moment, until, "kill -KILL $PPID $$"]
+    job = Job(cluster, tmp_path, "\n".join(lines))
     assert job.end() == ("FAILED", "137", "1"), job.text()
     assert "the ranks ended with no exit codes, srun with 137" in job.text()
     assert job.remaining_processes() == []
