@@ -99,9 +99,11 @@ def _run_reporting_errors(args: list[str]) -> int:
     except ConfigError as error:
         print_error(str(error))
         return CANNOT_WORK
-    except TrainingDiverged as error:
+    except RuntimeError as error:
+        if not (isinstance(error, TrainingDiverged) or getattr(error, "by_disk", False)):  # a SaveFailed
+            raise
         print_error(str(error))
-        return FAILED
+        return code_of(error)
     except KeyboardInterrupt:
         print_error("interrupted.")
         return 130

@@ -239,6 +239,26 @@ def test_files_that_a_recipe_names_are_looked_at_before_its_data(
     assert all(name in error for name in lost.values()) and "no-data" not in error, error
 
 
+def training_on_a_full_disk(folder: str) -> str:
+    os.chdir(folder)
+    Path("full").mkdir()
+    mount = "mount --make-rprivate / 2>/dev/null && mount -t tmpfs -o size=256k x full"
+    if ctypes.CDLL(None).unshare(0x20000) or os.system(mount):
+        return "no disk"
+    arguments = {**RECIPE["arguments"], "output_dir": "full/out", "save_steps": 1}
+    Path("r.yaml").write_text(json.dumps({**RECIPE, "arguments": arguments}))
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as err:
+        code = main(["train", "r.yaml"])
+    return f"{code} {err.getvalue()}"
+
+
+def test_a_full_disk_is_one_error(folder: Path) -> None:
+    said = in_a_fork(training_on_a_full_disk, str(folder))
+    if said == "no disk":
+        pytest.skip("cannot mount a disk")
+    assert said.startswith("1 ") and "No space left" in said and "Traceback" not in said, said
+
+
 def test_a_comparison_replaces_an_earlier_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool(1).run(trained, str(folder / "run"))
     monkeypatch.chdir(folder)
