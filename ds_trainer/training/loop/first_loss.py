@@ -38,6 +38,7 @@ class FirstLoss:
         layout: the layout of the job.
         prepare: moves a batch to the device.
         several_micro_batches: whether the global batch is more than one micro-batch of one rank.
+        checks_parts: whether a loss of a script may run more passes, to be compared with those of parts of the batch.
         found: called on all ranks once they know; the loss is then computed once more. None: it need not be.
 
     Attributes:
@@ -52,6 +53,7 @@ class FirstLoss:
         layout: ParallelLayout,
         prepare: Callable[[Any], dict[str, Any]],
         several_micro_batches: bool,
+        checks_parts: bool,
         found: Callable[[], None] | None = None,
     ) -> None:
         self._losses = losses
@@ -61,6 +63,7 @@ class FirstLoss:
         self._layout = layout
         self._prepare = prepare
         self._several = several_micro_batches
+        self._checks_parts = several_micro_batches and checks_parts
         self._found = found
         self._agreed = False
         self._contribution: torch.Tensor | None = None
@@ -113,7 +116,7 @@ class FirstLoss:
             scale = self._scale(loss, model, copy.copy(inputs), random_before)
             # A batch without targets on any rank cannot tell; the next one is asked.
             rule.scale, rule.verified = (1.0, False) if scale is None else (scale, True)
-        if rule.normalized and not rule.auxiliary and self._several:
+        if rule.normalized and not rule.auxiliary and self._checks_parts:
             self._check(model, inputs)
         if not rule.normalized:
             self._measure(model, inputs)

@@ -132,13 +132,12 @@ class MicroBatchRunner:
             self._training_step = OwnStep(methods.training_step, engine, accelerator)
             self._ranks = engine.layout.seq_data_parallel_size
         self._seed = seed_of_micro_batches(args, engine.layout)
-        self._layout = engine.layout
-        self._coordinates = engine.layout.coordinates(distributed.rank())
+        self._layout, self._coordinates = engine.layout, engine.layout.coordinates(distributed.rank())
         self._loss_context = methods.loss_context or nullcontext
         self._plain = self._accelerator is None and self._seed is None and not (losses.packed or losses.rows)
         self.accumulation = 1
         """Micro-batches of this rank in the current step."""
-        self.several_micro_batches = True
+        self.several_micro_batches = self.checks_parts = True
         """Whether the global batch is more than one micro-batch of one rank."""
         self.recovery: MemoryRecovery | None = None
 
@@ -175,8 +174,8 @@ class MicroBatchRunner:
         first = None
         if not rule.verified and ((recovery := self.recovery) is None or not recovery.loss_is_known):
             found = None if recovery is None else recovery.loss_found
-            prepare, several = self._methods.prepare_inputs, self.several_micro_batches
-            first = FirstLoss(losses, method, items, self._layout, prepare, several, found=found)
+            prepare, several, checks = self._methods.prepare_inputs, self.several_micro_batches, self.checks_parts
+            first = FirstLoss(losses, method, items, self._layout, prepare, several, checks_parts=checks, found=found)
         local = None if first is not None or rule.normalized else losses.local_items(inputs)
         equal = with_equal_rows(inputs) if first is None and rule.weighting.among_ranks else inputs
         prepared = self._methods.prepare_inputs(equal)
@@ -273,6 +272,7 @@ class StepRunner:
         self._unchanged = Unchanged(events.args, methods.updating)
         self._check_first: Callable[[Any], None] | None = check_first
         self._recovery = recovery
+        micro_batches.checks_parts = recovery is None  # two samples may be too many
         micro_batches.recovery = recovery if engine.layout.world_size > 1 else None
         begin = methods.begin_copy if recovery is None else None  # a micro-batch may be split
         if begin is not None and losses.sharder is not None:  # whole rows are going to be cut
