@@ -70,7 +70,7 @@ class LengthBuckets:
             The collator; None if the batches are not token sequences, have at most ``count`` lengths anyway, or come
             from a stream, of which no sample can be read before its turn.
         """
-        if is_stream(dataset):
+        if is_stream(dataset) or not len(dataset):  # the latter is refused later
             return None
         known = stored_lengths(dataset)
         if known is None or len(known) != len(dataset):

@@ -13,14 +13,25 @@ import torch
 
 from ds_trainer.engine.tensor_parallel.slices import gradient_norm
 from ds_trainer.parallel.groups import ParallelGroups
+from ds_trainer.utils.errors import ConfigError
 
 
 def step_all_at_once(optimizer: Any, groups: ParallelGroups) -> None:
-    """Makes ``optimizer``, DeepSpeed's wrapper, step this way if it is that of stage 0 in 16 bits."""
+    """Makes ``optimizer``, DeepSpeed's wrapper, step this way if it is that of stage 0 in 16 bits.
+
+    Raises:
+        ConfigError: weights are divided, and it is a wrapper that leaves those of other ranks out of the norm.
+    """
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
     if type(optimizer) is FP16_UnfusedOptimizer and not optimizer.fused_lamb_legacy:
         optimizer.step = _WholeStep(optimizer, groups)
+    elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and groups.layout.tp * groups.layout.ep > 1:
+        raise ConfigError(
+            f"{type(optimizer.optimizer).__name__} in 16 bits with zero_stage=0 leaves weights that other ranks hold "
+            "out of the gradient norm. Set zero_stage to 1 or more, or use an optimizer of torch."
+        )
 
 
 class _WholeStep:

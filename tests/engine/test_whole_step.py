@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from ds_trainer import ConfigError
 from tests.support.compare import assert_equal
 from tests.support.expert_models import maker
 from tests.support.models import RaggedTokens, tiny_llama
@@ -43,6 +46,26 @@ def test_the_step_is_that_of_stage_1(tmp_path: Path, case: str) -> None:
     wanted, *_ = pool(ranks).run(partial(job, zero_stage=1))
     assert max(wanted.grad_norms) > 0.1
     assert_equal(found, wanted, TOLERANCES.get(case, 1e-6))
+
+
+def with_a_fused_optimizer(job: Any) -> str:
+    """The error if DeepSpeed takes SGD for its fused Adam, which it wraps in another class."""
+    with mock.patch("deepspeed.runtime.engine.FusedAdam", torch.optim.SGD):
+        try:
+            job()
+        except ConfigError as error:
+            return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("case", ["tensor parallelism", "divided experts"])
+def test_a_wrapper_with_another_norm_is_refused(tmp_path: Path, case: str) -> None:
+    ranks, model, arguments = CASES[case]
+    values = {"bf16": True, "optim": "sgd", "zero_stage": 0, "max_steps": 1, **arguments}
+    job = partial(train_and_report, model, partial(RaggedTokens, 64), str(tmp_path), **values)
+    assert all(
+        "SGD in 16 bits with zero_stage=0" in said for said in pool(ranks).run(partial(with_a_fused_optimizer, job))
+    )
 
 
 @pytest.mark.parametrize("case", ["tensor parallelism", "divided experts"])

@@ -76,7 +76,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) ->
     if groups.layout.ep > 1:
         held = [p for p in parameters if hasattr(p, "ds_trainer_expert_slice")]
         rest = [p for p in parameters if not hasattr(p, "ds_trainer_expert_slice")]
-        square = _norm([p.grad for p in held if p.grad is not None]).square()
+        square = _norm([p.grad for p in held if p.grad is not None]).square().to(parameters[0].device)
         torch.distributed.all_reduce(square, group=groups.experts)
         return (square + _dense_norm(rest, groups).square()).sqrt()
     return _dense_norm(parameters, groups)
