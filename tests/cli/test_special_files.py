@@ -92,7 +92,9 @@ def mistakes_of(folder: str, name: str) -> list[str]:
         server.bind(f"socket{suffix}")
     for kind, content in CONTENTS.items():
         Path(kind + suffix).write_bytes(content)
-    kinds = ["fifo", "folder", "loop", "lost", "socket", *CONTENTS]
+    with open(f"sparse{suffix}", "wb") as stream:
+        stream.truncate(60 << 30)
+    kinds = ["fifo", "folder", "loop", "lost", "socket", "sparse", *CONTENTS]
     for late in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(late, _late)
     mistakes = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import io
 import lzma
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ds_trainer.utils.errors import ConfigError
+
+MAX_WHOLE_BYTES, MAX_DECOMPRESSED = 2**30, 2**28
+"""A larger file that has to be in memory at once is refused, and one that is decompressed to more."""
 
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """What reading a file raises if it is missing, protected, truncated or damaged."""
@@ -37,6 +41,34 @@ def open_bytes(path: Path) -> IO[bytes]:
     """
     opener = _OPENERS.get(path.suffix.lower())
     return path.open("rb") if opener is None else cast("IO[bytes]", opener(path))
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether :func:`open_bytes` decompresses the file."""
+    return path.suffix.lower() in _OPENERS
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file that has to be in memory at once.
+
+    Raises:
+        OSError: it cannot be read, or has too many bytes: a small compressed file may grow a thousand times.
+    """
+    most, parts = MAX_DECOMPRESSED if is_compressed(path) else MAX_WHOLE_BYTES, []
+    with open_bytes(path) as stream:
+        while most >= 0 and (part := stream.read(2**20)):
+            parts.append(part)
+            most -= len(part)
+    if most < 0:
+        raise OSError(errno.EFBIG, too_large(path))
+    return b"".join(parts)
+
+
+def too_large(path: Path) -> str:
+    """What is said about a file that :func:`read_whole` refuses."""
+    if is_compressed(path):
+        return f"it has more than {MAX_DECOMPRESSED // 2**20} MiB once it is decompressed; decompress it"
+    return f"it is larger than {MAX_WHOLE_BYTES // 2**20:,} MiB as one value; write one sample per line (jsonl)"
 
 
 def uncompressed_name(name: str) -> str:

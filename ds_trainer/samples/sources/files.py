@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ds_trainer.samples.sources.compression import uncompressed_name
+from ds_trainer.samples.sources.compression import (
+    MAX_WHOLE_BYTES,
+    is_compressed,
+    reason_of,
+    too_large,
+    uncompressed_name,
+)
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.files import exists, shortened, user_path
@@ -18,6 +24,10 @@ from ds_trainer.utils.files import exists, shortened, user_path
 PYTHON_STDLIB = "python-stdlib"
 _NEVER_INCLUDED = ("__pycache__", "site-packages", "dist-packages")
 _MOST_ODD = 100
+_LARGE, _PROBE = (
+    2**24,
+    2**12,
+)  # bytes: a smaller file is read at once; at each end of a larger one, so many are looked at
 _NO_SAMPLES = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
 DOCUMENT_SUFFIXES: Mapping[str, str] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
@@ -53,6 +63,8 @@ def find_files(spec: SourceSpec, key: str, suffixes: Mapping[str, str] = RECORD_
     for path in spec.path:
         try:
             for file in _FileFinder(spec, key, suffixes).find(path):
+                if (problem := _content_problem(file)) is not None:
+                    problems.append(f"{key}: {problem}.")
                 files.setdefault(Path(os.path.realpath(file.path)), file)
         except ConfigError as error:
             problems += error.problems
@@ -143,6 +155,25 @@ class _FileFinder:
 
     def _unless_excluded(self) -> str:
         return f" once exclude ({', '.join(self.spec.exclude)}) is applied" if self.spec.exclude else ""
+
+
+def _content_problem(file: SourceFile) -> str | None:
+    """Why a large file has no samples, before all of it is read: a digest of it takes minutes, too."""
+    try:
+        for path in sorted(file.path.glob("*.arrow")) if file.format == "dataset" else [file.path]:
+            if (size := path.stat().st_size) <= _LARGE or is_compressed(path):
+                continue
+            if size > MAX_WHOLE_BYTES and file.format in ("text", "json"):
+                return f"{str(path)!r} cannot be read: {too_large(path)}"
+            with path.open("rb") as stream:
+                for place, start in (("begins", 0), ("ends", size - _PROBE)):
+                    stream.seek(start)
+                    if not stream.read(_PROBE).strip(b"\0"):
+                        which = f"{place} with NUL bytes, from byte {start:,} on"
+                        return f"{str(path)!r} {which}: it was not written completely; make it again"
+    except OSError as error:
+        return f"{str(file.path)!r} {reason_of(error)}"
+    return None
 
 
 def _excluded(relative: str, patterns: tuple[str, ...]) -> bool:

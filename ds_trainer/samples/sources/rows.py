@@ -5,22 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from ds_trainer.samples.sources.compression import READ_ERRORS, open_bytes, reason_of
+from ds_trainer.samples.sources.compression import READ_ERRORS, open_bytes, read_whole, reason_of
 from ds_trainer.samples.sources.files import SourceFile
 from ds_trainer.samples.sources.record import BadLine
 from ds_trainer.samples.sources.tables import read_arrow, read_dataset, read_parquet
 from ds_trainer.utils.units import counted
 
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line is a bad line: it is passed over without being held in memory."""
-
-MAX_JSON_BYTES = 2**30
-"""A larger ``.json`` file is refused, because it has to be in memory at once."""
+"""A longer line is a bad line: it is passed over without being held in memory, up to four times as many bytes."""
+_MOST_PARTS = 4
 
 _BOM = b"\xef\xbb\xbf"
 _OTHER_ENCODINGS = (
@@ -61,8 +60,7 @@ def read_rows(file: SourceFile, columns: Sequence[str] | None = None) -> Iterato
 
 def read_text(path: Path) -> Iterator[SourceRow | BadLine]:
     """The whole file as one row of bytes."""
-    with open_bytes(path) as stream:
-        yield SourceRow(str(path), stream.read())
+    yield SourceRow(str(path), read_whole(path))
 
 
 def read_jsonl(path: Path) -> Iterator[SourceRow | BadLine]:
@@ -78,21 +76,21 @@ def read_jsonl(path: Path) -> Iterator[SourceRow | BadLine]:
                     return
                 line = line.removeprefix(_BOM)
             if len(line) > MAX_LINE_BYTES:
+                parts = 1
                 while line and not line.endswith(b"\n"):
+                    if parts == _MOST_PARTS:
+                        yield _long_line(where, parts)
+                        return
                     line = stream.readline(MAX_LINE_BYTES)
-                yield BadLine(where, f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
+                    parts += 1
+                yield _long_line(where)
             elif line.strip():
                 yield _parsed(where, line)
 
 
 def read_json(path: Path) -> Iterator[SourceRow | BadLine]:
     """A list of samples, an object with one list of samples, or one JSON object per line."""
-    with open_bytes(path) as stream:
-        data = stream.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        limit = f"{MAX_JSON_BYTES // 2**20:,} MiB"
-        yield BadLine(str(path), f"is larger than {limit} as one JSON value; write one object per line (jsonl)", True)
-        return
+    data = read_whole(path)
     if (encoding := _other_encoding(data)) is not None:
         yield BadLine(str(path), f"is {encoding}; convert it to UTF-8", whole_file=True)
         return
@@ -116,13 +114,16 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[SourceRow | BadLine]:
             return
     with open_bytes(path) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        reader = csv.reader(_bounded_lines(text), delimiter=delimiter, strict=True)
         header: list[str] | None = None
         while True:
             where = f"{path}:{reader.line_num + 1}"
             try:
                 row = next(reader)
             except StopIteration:
+                return
+            except _LongLine:
+                yield _long_line(where, 1)
                 return
             except csv.Error as error:
                 yield BadLine(where, f"not valid CSV: {error}")
@@ -163,6 +164,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+_SPACE = re.compile(r"[ \n\r\t]*")
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
@@ -183,6 +185,13 @@ def _json_reason(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} (column {error.colno}); each line must be one JSON object"
     return f"not valid JSON: {error}"
+
+
+def _long_line(where: str, parts: int = 0) -> BadLine:
+    """A line that is too long; with ``parts``, of so many times the bound, no end of it was found."""
+    limit = max(parts, 1) * MAX_LINE_BYTES // 2**20
+    lost = "; each sample must end with a line break" if parts else ""
+    return BadLine(where, f"the line is longer than {limit} MiB{lost}", whole_file=parts > 0)
 
 
 def _first_line_problem(path: Path, line: bytes) -> BadLine | None:
@@ -252,9 +261,7 @@ def _second_value(path: Path, text: str, end: int) -> Iterator[BadLine]:
 
 
 def _after_space(text: str, position: int) -> int:
-    while text[position : position + 1] in (" ", "\n", "\r", "\t"):
-        position += 1
-    return position
+    return cast("re.Match[str]", _SPACE.match(text, position)).end()
 
 
 def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[SourceRow | BadLine]:
@@ -271,6 +278,17 @@ def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[SourceRow | 
 
 
 # -- CSV ---------------------------------------------------------------------------------------------------------------
+
+
+class _LongLine(Exception):
+    pass
+
+
+def _bounded_lines(text: io.TextIOWrapper) -> Iterator[str]:
+    while line := text.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise _LongLine
+        yield line
 
 
 def _header_problem(header: list[str]) -> str | None:

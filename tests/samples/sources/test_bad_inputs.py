@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import re
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from PIL import Image
 
-from ds_trainer.samples.sources import rows
+from ds_trainer.samples.sources import compression, rows
 from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
 from ds_trainer.samples.sources.spec import SourceSpec
@@ -143,8 +149,50 @@ def test_other_files(folder: Path, name: str, content: bytes, problem: str) -> N
     assert problem in problems_of(folder / name)[0]
 
 
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": partial(pyarrow.compress, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("before", [b"", b'{"text": "a"}\n'], ids=["zeros", "cut"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt", "x.bin", "x.parquet", "x.arrow", "dataset"])
+def test_a_large_file_without_content_is_not_read(tmp_path: Path, name: str, before: bytes) -> None:
+    """A name in a full disk or a broken copy: none of its 60 GB is digested or held."""
+    if name == "dataset":
+        pytest.importorskip("datasets").Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / name))
+    with (next((tmp_path / name).glob("*.arrow")) if name == "dataset" else tmp_path / name).open("wb") as stream:
+        stream.write(before)
+        stream.truncate(60 * 10**9)
+    whole = "cannot be read: it is larger than 1,024 MiB as one value; write one sample per line (jsonl)."
+    start = "ends with NUL bytes, from byte 59,999,995,904" if before else "begins with NUL bytes, from byte 0"
+    expected = whole if name in ("x.json", "x.txt", "x.bin") else f"{start} on: it was not written completely"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        Source(SourceSpec(path=(str(tmp_path / name),)), "data.eval")
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt"])
+def test_a_compressed_file_that_grows_is_refused(
+    tmp_path: Path, name: str, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr(compression, "MAX_DECOMPRESSED", 2**22)
+    path = tmp_path / f"{name}.{suffix}"
+    path.write_bytes(COMPRESS[suffix](bytes(2**20)) * 50)
+    tracemalloc.start()
+    (problem,) = problems_of(path)
+    assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
+    tracemalloc.stop()
+    reason = (
+        "the line is longer than" if name in ("x.jsonl", "x.csv") else "it has more than 4 MiB once it is decompressed"
+    )
+    assert reason in problem
+
+
 def test_tables_with_bad_rows(folder: Path) -> None:
-    import pyarrow
     import pyarrow.parquet
 
     table = pyarrow.table(
