@@ -9,7 +9,7 @@ and reduces, shards and broadcasts it there; gradients are divided by the number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ def expert_slice(parameter: torch.Tensor) -> ShardSlice | None:
 def is_expert(parameter: torch.Tensor) -> bool:
     """Whether this rank holds a part of the experts of ``parameter``."""
     return hasattr(parameter, _SLICE)
+
+
+def has_foreign_experts(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether some of ``parameters`` are experts of DeepSpeed's own expert parallelism."""
+    return any(not getattr(parameter, "allreduce", True) and not is_expert(parameter) for parameter in parameters)
 
 
 def all_experts(parameter: Any, part: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ds_trainer.engine.expert_parallel import is_expert
+from ds_trainer.engine.expert_parallel import has_foreign_experts, is_expert
 
 
 def reduce_norm_once(optimizer: Any) -> GradientNorm | None:
@@ -25,25 +25,20 @@ def reduce_norm_once(optimizer: Any) -> GradientNorm | None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if type(optimizer) is DeepSpeedZeroOptimizer:
-        if not optimizer.cpu_offload and not _has_foreign_experts(optimizer.bit16_groups):
+        if not optimizer.cpu_offload and not has_foreign_experts(p for group in optimizer.bit16_groups for p in group):
             norm = GradientNorm(optimizer, optimizer.params_in_partition, optimizer.dp_process_group, spans_all=False)
             optimizer.scaled_global_norm = lambda norm_type=2: norm().float()
             return norm if optimizer.compute_grad_norm else None
     elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_optimizer:
         dense = [p for group in optimizer.fp16_groups for p in group if not is_expert(p)]
         groups = {optimizer._get_param_partition_group(p) for p in dense}
-        if len(groups) == 1 and not _has_foreign_experts(optimizer.fp16_groups):
+        if len(groups) == 1 and not has_foreign_experts(p for group in optimizer.fp16_groups for p in group):
             (group,) = groups  # experts are divided among its ranks too
             spans_all = optimizer._grad_norm_counts_every_rank(dense[:1], group)
             norm = GradientNorm(optimizer, optimizer.fp16_groups, group, spans_all)
             optimizer._get_norm_groups = lambda: [norm()]
             return norm
     return None
-
-
-def _has_foreign_experts(groups: list[list[Any]]) -> bool:
-    """Whether some parameters are experts of DeepSpeed's own expert parallelism."""
-    return any(not getattr(p, "allreduce", True) and not is_expert(p) for group in groups for p in group)
 
 
 class GradientNorm:

@@ -19,11 +19,14 @@ from typing import Any
 
 from ds_trainer.engine.rehearsal import COLLECTIVES, do_nothing, without_communication
 from ds_trainer.engine.training_engine import TrainingEngine
+from ds_trainer.parallel.expert_exchange import calls_through
 
 _TRACE = tuple(
     f"_PartitionedParameterCoordinator__{name}"
     for name in ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for")
 )
+
+_KEPT = ("broadcast", "counts")  # with which DeepSpeed compares ranks, and of the rows that experts get
 
 
 class PassCompletion:
@@ -34,33 +37,41 @@ class PassCompletion:
 
     Attributes:
         alone: there are no other ranks.
+        completes: whether this pass is for the other ranks only.
     """
 
     def __init__(self, engine: TrainingEngine) -> None:
+        self.completes = False
         self._engine = engine
         self.alone = engine.layout.world_size == 1
         self._done = 0  # collectives of this micro-batch
         self._left_out = 0  # of an interrupted pass, which the next one repeats
-        self._received: list[Any] = []  # by broadcasts of this micro-batch, with which DeepSpeed compares ranks
-        self._broadcasts = 0  # of this pass
+        self._received: list[Any] = []  # of this micro-batch, by the collectives of _KEPT
+        self._kept = 0  # of this pass
         self._parameters = _GatheredParameters(engine) if engine.stage == 3 else None
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
+    def micro_batch(self, completes: bool) -> Iterator[None]:
         """Context of the passes of one micro-batch, including :meth:`restart`."""
         from deepspeed.comm import comm
 
         self.begin()
-        real = comm.cdb
+        real, self.completes = comm.cdb, completes
         comm.cdb = _CountedBackend(real, self)
         try:
-            yield
+            with calls_through(self):
+                yield
         finally:
             comm.cdb = real
 
+    @property
+    def counts(self) -> bool:
+        """Whether the pass is one of the training."""
+        return not self.completes
+
     def begin(self) -> None:
         """All ranks are at the point from which a micro-batch begins anew."""
-        self._done = self._left_out = self._broadcasts = 0
+        self._done = self._left_out = self._kept = 0
         self._received = []
         if self._parameters is not None:
             self._parameters.begin()
@@ -69,7 +80,8 @@ class PassCompletion:
 
     def restart(self) -> None:
         """After an interrupted pass: the next pass begins the micro-batch anew."""
-        self._left_out, self._done, self._broadcasts = max(self._left_out, self._done), 0, 0
+        self._left_out, self._done, self._kept = max(self._left_out, self._done), 0, 0
+        self.completes = True
         _forget_gradients(self._engine)
         if self._parameters is not None:
             self._parameters.restore()
@@ -82,13 +94,13 @@ class PassCompletion:
         left_out = self._left_out > self._done
         result = do_nothing() if left_out else function(*args, **kwargs)
         self._done += 1
-        if name == "broadcast":
+        if name in _KEPT:
             tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
             if left_out:
-                tensor.copy_(self._received[self._broadcasts])
+                tensor.copy_(self._received[self._kept])
             else:
                 self._received.append(tensor.clone())
-            self._broadcasts += 1
+            self._kept += 1
         return result
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_trainer.engine.training_engine import TrainingEngine
 from ds_trainer.engine.weights import full_numel
+from ds_trainer.parallel.expert_exchange import Rehearsed, calls_through
 from ds_trainer.utils.undisturbed import KeptBuffers
 
 COLLECTIVES = frozenset(
@@ -94,7 +95,7 @@ def rehearse(engine: TrainingEngine, passes: Sequence[Callable[[], Any]], device
     module: nn.Module = engine.deepspeed.module
     if engine.module_guard is not None:
         engine.module_guard.close()  # it would communicate
-    with without_communication(), _restored(module, device):
+    with without_communication(), calls_through(Rehearsed()), _restored(module, device):
         try:
             states = torch.empty(_state_bytes(engine, module), dtype=torch.uint8, device=device)
             for index, run_pass in enumerate(passes):

@@ -55,6 +55,35 @@ _NO_ROOM = (
 )
 _NO_TEXT: tuple[Sequence[int], Any, Any, int] = ((), None, None, 0)
 _running = threading.local()  # backward passes have threads of their own
+_calls: Any = None  # makes the collectives of a pass that is rehearsed, or that may begin anew
+
+
+@contextmanager
+def calls_through(calls: Any) -> Iterator[None]:
+    """Inside, ``calls.call(name, function, args, kwargs)`` makes the collectives of exchanges.
+
+    If ``calls.completes``, the results of the pass are not used: rows of zeros are sent, and none is kept. Loads are
+    those of passes with ``calls.counts``.
+    """
+    global _calls
+    outer, _calls = _calls, calls
+    try:
+        yield
+    finally:
+        _calls = outer
+
+
+class Rehearsed:
+    """For :func:`calls_through`: without communication, as if this rank's rows were even over all experts."""
+
+    completes = counts = False
+
+    def call(self, name: str, function: Any, args: Any, kwargs: Any) -> None:
+        """Other ranks have the counts of this one."""
+        if name == "counts":
+            arriving, own = args[0].view(-1, len(args[1])), args[1]
+            experts = torch.arange(len(own) - 1, device=own.device)
+            arriving[:, :-1], arriving[:, -1] = (own[:-1].sum() + experts) // len(experts), 2**62
 
 
 @torch.compiler.disable
@@ -209,12 +238,17 @@ class ExpertExchange:
             ``[tokens, hidden]``, in the dtype of ``hidden``.
         """
         self.calls += 1
-        self._counts = module.training and not only_looks()
+        self._counts = module.training and not only_looks() and (_calls is None or _calls.counts)
         tokens, k = experts.shape
         call: _CheckpointedCall | None = getattr(_running, "call", None)
         row_bytes = 2 * hidden.shape[-1] * hidden.element_size()  # with its result
         new_route = partial(self._new_route, experts, row_bytes)
         route = new_route() if call is None else call.route(new_route)
+        if _calls is not None and _calls.completes:
+            row = _Zeros.apply(hidden, self, route.sent, route.received, 1)
+            result = self._product(module, row, route.local[-1:, None], row.new_ones(1, 1))
+            whole = _Zeros.apply(result, self, route.received, route.sent, tokens)
+            return (whole * weights.sum(1, keepdim=True)).to(hidden.dtype)
         try:
             rows = _Exchanged.apply(hidden[route.order // k], self, route.sent, route.received, 1)
             results = self._product(module, rows, route.local[:, None], rows.new_ones(len(rows), 1))
@@ -240,9 +274,9 @@ class ExpertExchange:
         with self._timed(rows.device) if self._counts else nullcontext():
             try:
                 if sent is None:
-                    all_gather_into_tensor(arriving, rows, group=self.group)
+                    _call("counts", all_gather_into_tensor, arriving, rows, group=self.group)
                 else:
-                    all_to_all_single(arriving, rows, received, sent, group=self.group)
+                    _call("rows", all_to_all_single, arriving, rows, received, sent, group=self.group)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{self._name}: the exchange of tokens with other ranks has failed. {error}"
@@ -290,19 +324,24 @@ class ExpertExchange:
         ids, counts = without_padding(experts, self._ranks * self._local_experts)
         order = torch.argsort(ids, stable=True)
         own = pad(counts, (0, 1), value=self._free_bytes(ids.device) // row_bytes)
-        gathered = own.new_empty(self._ranks * len(own))
-        self.send(gathered, own)
-        gathered = gathered.view(self._ranks, -1)
         if self._counts:
             self._load = counts if self._load is None else self._load.add_(counts)
-        by_rank = gathered[:, :-1].view(self._ranks, self._ranks, -1)  # from, to, expert
-        arriving = by_rank[:, self._rank]
-        rows = counts.view(self._ranks, -1).sum(1), arriving.sum(1), by_rank.sum((0, 2)), gathered[:, -1]
-        sent, received, totals, rooms = torch.stack(rows).tolist()  # the one wait of the host
-        for rank, (total, room) in enumerate(zip(totals, rooms, strict=True)):
-            if total > room:  # as all ranks know, so that none waits for another
-                share, rank = total * self._ranks / sum(totals), get_global_rank(self.group, rank)
-                raise torch.OutOfMemoryError(_NO_ROOM.format(self._name, total, rank, share, room, row_bytes))
+        # Where rows had no room, all ranks of the group begin the pass anew with fewer, and tell each other again.
+        for again in (True, False) if _calls is not None and _calls.completes else (False,):
+            gathered = own.new_empty(self._ranks * len(own))
+            self.send(gathered, own)
+            gathered = gathered.view(self._ranks, -1)
+            by_rank = gathered[:, :-1].view(self._ranks, self._ranks, -1)  # from, to, expert
+            arriving = by_rank[:, self._rank]
+            rows = by_rank[self._rank].sum(1), arriving.sum(1), by_rank.sum((0, 2)), gathered[:, -1]
+            sent, received, totals, rooms = torch.stack(rows).tolist()  # the one wait of the host
+            short = [rank for rank in range(self._ranks) if totals[rank] > rooms[rank]]
+            if short and not again:  # as all ranks know, so that none waits for another
+                total, share, rank = totals[short[0]], totals[short[0]] * self._ranks / sum(totals), short[0]
+                values = total, get_global_rank(self.group, rank), share, rooms[rank], row_bytes
+                raise torch.OutOfMemoryError(_NO_ROOM.format(self._name, *values))
+            if not short:
+                break
         local = torch.arange(self._local_experts, device=ids.device).repeat(self._ranks)
         local = torch.repeat_interleave(local, arriving.flatten(), output_size=sum(received))
         return Route(order[: sum(sent)], torch.cat([local, local.new_zeros(1)]), sent, received)
@@ -323,6 +362,31 @@ class _Exchanged(torch.autograd.Function):
         (gradient,) = gradients
         arrived = gradient[: sum(context.received)]
         return _all_to_all(arrived, context.exchange, context.received, context.sent, 0), None, None, None, None
+
+
+class _Zeros(torch.autograd.Function):
+    """The same for ``kept`` rows of zeros, whatever arrives: for ranks that use the results. Nothing is kept."""
+
+    @staticmethod
+    def forward(
+        context: Any, rows: torch.Tensor, exchange: ExpertExchange, sent: list[int], received: list[int], kept: int
+    ) -> torch.Tensor:
+        context.shape, context.exchange, context.sent, context.received = rows.shape, exchange, sent, received
+        _all_to_all(rows.new_zeros(sum(sent), rows.shape[-1]), exchange, sent, received, 0)
+        return rows.new_zeros(kept, rows.shape[-1])
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        zeros = gradients[0].new_zeros(sum(context.received), gradients[0].shape[-1])
+        _all_to_all(zeros, context.exchange, context.received, context.sent, 0)
+        return zeros.new_zeros(context.shape), None, None, None, None
+
+
+def _call(name: str, function: Any, *args: Any, **kwargs: Any) -> None:
+    if _calls is None:
+        function(*args, **kwargs)
+    else:
+        _calls.call(name, function, args, kwargs)
 
 
 def _all_to_all(

@@ -302,8 +302,7 @@ CASES = [
     breaks("experts-with-plain-offload", **_ZENFLOW, **_TWO_PARTS, offload_optimizer="cpu"),
     breaks("experts-with-plain-offload", "superoffload-needs-gpu", zero_stage=3, **_TWO_PARTS, deepspeed=_SUPER),
     breaks("experts-with-plain-offload", "partial-offload-needs-cpu-adam", zero_stage=3, **_TWO_PARTS, deepspeed=_HALF),
-    breaks("batch-size-search-needs-one-rank-per-replica", auto_find_batch_size=True, **_TWO_PARTS),
-    keeps("batch-size-search-needs-one-rank-per-replica", **_TWO_PARTS),
+    keeps("batch-size-search-needs-one-rank-per-replica", auto_find_batch_size=True, **_TWO_PARTS),
     *(keeps(f"{name}-needs-package", environment=_BARE) for name in ("datastates", "tensorboard", "wandb", "comet")),
 ]
 

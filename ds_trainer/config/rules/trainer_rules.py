@@ -124,11 +124,8 @@ TRAINER = (
     Rule(
         "batch-size-search-needs-one-rank-per-replica",
         "Settings that the Trainer manages",
-        (
-            *("auto_find_batch_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
-            "expert_parallel_size",
-        ),
-        lambda c: c.args.auto_find_batch_size and (c.layout.replica_size > 1 or c.layout.ep > 1),
+        ("auto_find_batch_size", "tensor_parallel_size", "context_parallel_size", "sequence_parallel_size"),
+        lambda c: c.args.auto_find_batch_size and c.layout.replica_size > 1,
         "the batch size search tries forward passes on each rank alone, but the ranks of these axes communicate in "
         "every layer",
         "Set auto_find_batch_size=False and a per_device_train_batch_size that fits, or set the parallel sizes to 1.",

@@ -20,6 +20,7 @@ import torch
 
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.data.batch_structure import number_of_samples
+from ds_trainer.engine.expert_parallel import has_foreign_experts
 from ds_trainer.engine.interrupted_pass import PassCompletion
 from ds_trainer.parallel.batch_plan import smaller_micro_batch
 from ds_trainer.training.loop.batch_splitting import NotSplittable, part_of_batch, split_batch
@@ -45,7 +46,7 @@ def obstacle(engine: TrainingEngine, config: CompiledConfig) -> str:
     """Why a step cannot be run again after an out-of-memory error; empty if it can."""
     if engine.layout.world_size == 1:
         return ""
-    if engine.deepspeed.has_moe_layers:
+    if has_foreign_experts(engine.deepspeed.module.parameters()):
         return "DeepSpeed's expert layers exchange samples, whose number depends on the micro-batch"
     if config.uses_deepspeed_compiler:
         return "DeepSpeed's compiler schedules the communication"
@@ -124,7 +125,7 @@ class MemoryRecovery:
             torch.OutOfMemoryError: memory ran out, and the step cannot be run again.
         """
         self.loss_is_known = False
-        with self._completion.micro_batch():
+        with self._completion.micro_batch(completes=self._failure is not None):
             if self._failure is not None:  # the step will be dropped
                 return self._rest(passes, batch)
             try:

@@ -16,10 +16,13 @@ from torch import nn
 
 from ds_trainer import PeerFailure, Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.data.batch_structure import DummyBatch
+from ds_trainer.parallel.expert_exchange import ExpertExchange
 from ds_trainer.training.loop.batch_splitting import NotSplittable, split_batch
+from ds_trainer.training.model.expert_division import EXCHANGE
 from ds_trainer.training.out_of_memory import OutOfMemory
 from ds_trainer.utils import distributed
 from tests.support.compare import assert_equal
+from tests.support.expert_models import mixture
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory
 from tests.support.pool import RankFailure, pool
@@ -30,25 +33,44 @@ STEPS, SHORT_FROM = 5, 3
 
 
 class Bounded(nn.Module):
-    """A language model that from pass ``short_from`` on, counted from 1, holds ``limit`` samples on rank ``rank``."""
+    """A language model that from pass ``short_from`` on, counted from 1, holds ``limit`` samples on rank ``rank``.
 
-    def __init__(self, limit: int, short_from: int, rank: int = 0, backward: bool = False, dropout: float = 0) -> None:
+    One with ``experts`` runs out of memory after the layer, in the product of its experts, or has no room for rows.
+    """
+
+    def __init__(
+        self, limit: int, short_from: int, rank: int = 0, backward: bool = False, dropout: float = 0, experts: str = ""
+    ) -> None:
         super().__init__()
-        self.model = tiny_llama(num_hidden_layers=3, attention_dropout=dropout)
+        layers = {"num_hidden_layers": 3, "attention_dropout": dropout}
+        self.model: Any = mixture("qwen3_moe", **layers) if experts else tiny_llama(**layers)
         self.limit, self.short_from, self.rank, self.short = limit, short_from, rank, backward
-        self.passes = 0
+        self.passes, self.experts, self.rows = 0, experts, 0
         self.model.model.layers[1].register_forward_hook(self._bounded)
         self.loss_type = self.model.loss_type
 
     def _bounded(self, module: nn.Module, args: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
-        short = distributed.rank() == self.rank and self.passes >= self.short_from
+        short = distributed.rank() == self.rank and self.passes >= self.short_from and self.experts in ("", "layer")
         hidden = OutOfMemoryAbove.apply(hidden, self.limit if short else 10**6, self.short)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> Any:
         self.passes += 1
+        self.rows = len(next(iter(inputs.values())))
+        exchange = vars(self.model.model.layers[1].mlp.experts).get(EXCHANGE) if self.experts else None
+        if isinstance(exchange, ExpertExchange) and self.experts != "layer" and not hasattr(exchange, "bounded"):
+            exchange.bounded, product = True, exchange._product
+            exchange._free_bytes = lambda _: 0 if self.experts == "room" and self._is_short() else 2**40
+            exchange._product = lambda *args: self._in_product(product(*args))
         return self.model(**inputs, num_items_in_batch=num_items_in_batch)
+
+    def _is_short(self) -> bool:
+        return distributed.rank() == self.rank and self.passes >= self.short_from and self.rows > self.limit
+
+    def _in_product(self, rows: torch.Tensor) -> torch.Tensor:
+        limit = 0 if self.experts == "product" and self._is_short() else 10**9
+        return OutOfMemoryAbove.apply(rows, limit, self.short)
 
 
 def trainer_of(directory: str, model: nn.Module, callbacks: Any = (), data: Any = None, **changes: Any) -> Trainer:
@@ -112,7 +134,8 @@ def equal_with_less_memory(
     ranks: int, model: dict[str, Any], tmp_path: Path, tolerance: float = 1e-5, **common: Any
 ) -> None:
     """With memory for 4 samples and for 2 from step 3 on: the same losses, norms and weights."""
-    ((free, _), *_) = on_ranks(ranks, str(tmp_path / "free"), 4, {}, common)
+    whole = {**common, "expert_parallel_size": 1}
+    ((free, _), *_) = on_ranks(ranks, str(tmp_path / "free"), 4, {"experts": model.get("experts", "")}, whole)
     accumulation = common.get("gradient_accumulation_steps", 1)
     for report, facts in on_ranks(ranks, str(tmp_path / "short"), 2, model, common):
         assert facts == {
@@ -140,6 +163,23 @@ def _train(directory: str, limit: int, model: dict[str, Any], common: dict[str, 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_of_which_one_is_short_of_memory(stage: int, backward: bool, tmp_path: Path) -> None:
     equal_with_less_memory(2, {"rank": 1, "backward": backward}, tmp_path, zero_stage=stage)
+
+
+WHERE = ("layer", "product", "recomputed")
+
+
+@pytest.mark.cases("2-1-room", "2-3-product, backward", rest="extended")
+@pytest.mark.parametrize("where", [*WHERE, *(f"{one}, backward" for one in WHERE), "room"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_divided_experts(ranks: int, stage: int, where: str, tmp_path: Path) -> None:
+    """The other ranks wait for rows of a rank that is short, or see that it has no room for theirs."""
+    experts, _, backward = where.partition(", ")
+    recomputes = experts == "recomputed"
+    model = {"rank": 1, "backward": bool(backward), "experts": "product" if recomputes else experts}
+    common = {"zero_stage": stage, "gradient_accumulation_steps": 2, "gradient_checkpointing": recomputes}
+    common |= {"self_test": "never", "expert_parallel_size": 2}
+    equal_with_less_memory(ranks, model, tmp_path, **common)
 
 
 @pytest.mark.cases(1)
