@@ -15,9 +15,8 @@ from ds_trainer.cli.plan_fixed import fixed_values, not_covered, refuse_contradi
 from ds_trainer.parallel.batch_plan import BatchPlan
 from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.planner.calibration import read_calibration, read_probe, record_probe
-from ds_trainer.planner.candidate import IMBALANCE
 from ds_trainer.planner.cluster import Cluster, read_devices
-from ds_trainer.planner.planned_model import PlannedModel, bitsandbytes_bytes
+from ds_trainer.planner.planned_model import IMBALANCE, PlannedModel, bitsandbytes_bytes
 from ds_trainer.planner.search import Goal, unsharded_stage
 from ds_trainer.recipes.recipe import Recipe, load_recipe
 from ds_trainer.utils.errors import ConfigError
@@ -28,8 +27,9 @@ DEVICE, DEVICES_PER_NODE = "H100-80GB", 8
 """Without options."""
 
 NO_EXPERTS_MEASURED = (
-    "No mixture of experts has been measured yet. Experts are taken to be equally busy; where ranks divide them, one "
-    f"is taken to get {IMBALANCE:g} times the mean: expect less speed than estimated, and more memory."
+    "No mixture of experts has been measured yet (calibrate_planner=True). Experts are taken to be equally busy; where "
+    f"ranks divide them, one is taken to get {IMBALANCE:g} times the mean: expect less speed than estimated, and more "
+    "memory."
 )
 
 _DEFAULT_LENGTH, _LONGEST_DEFAULT = 4096, 8192
@@ -109,16 +109,16 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> PlanR
         if taken:
             notes.insert(0, f"From {recipe.path}: {', '.join(taken)}.")
     model = _probed(model, config, "fp32" if precision == "fp32" else "bf16", options.probe, notes)
-    if model.stack.experts > 1:
-        notes.append(NO_EXPERTS_MEASURED)
     length = length or min(model.max_length or _DEFAULT_LENGTH, _LONGEST_DEFAULT)
     goal = Goal(length, batch, precision, options.margin, tuple(fixed.items()), evaluation)
     if note := beyond_positions(model, length):
         notes.append(note)
     calibration = read_calibration(cluster.device, model.family)
     if calibration is not None:
-        cluster, goal = calibration.applied(cluster, goal)
+        model, cluster, goal = calibration.applied(model, cluster, goal)
         notes.append(f"For {model.family} on {cluster.device} the plans are {calibration.describe()}.")
+    if model.stack.experts > 1 and model.busiest_expert is None:
+        notes.append(NO_EXPERTS_MEASURED)
     return PlanRequest(
         model=model,
         config=config,

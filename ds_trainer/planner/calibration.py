@@ -33,28 +33,36 @@ class Calibration:
         step_seconds: measured / predicted seconds of a step.
         memory: measured / predicted bytes of tensors; None if it was not measured.
         runs: number of runs.
+        busiest_expert: share of a layer's tokens that its busiest expert gets; None without divided experts.
     """
 
     step_seconds: float
     memory: float | None = None
     runs: int = 1
+    busiest_expert: float | None = None
 
     def describe(self) -> str:
         """In a few words, for reports."""
         memory = "" if self.memory is None else f", memory x {self.memory:.2f}"
-        return f"corrected by {self.runs} run{'s' if self.runs > 1 else ''}: time x {self.step_seconds:.2f}{memory}"
+        experts = "" if self.busiest_expert is None else f", busiest expert {100 * self.busiest_expert:.1f} % of tokens"
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
+        return f"corrected by {runs}: time x {self.step_seconds:.2f}{memory}{experts}"
 
-    def with_run(self, step_seconds: float, memory: float | None) -> Calibration:
+    def with_run(self, run: Calibration) -> Calibration:
         """The means with another run."""
-        runs = self.runs
-        if memory is None or self.memory is None:
-            memory = self.memory if memory is None else memory
-        else:
-            memory = (self.memory * runs + memory) / (runs + 1)
-        return Calibration((self.step_seconds * runs + step_seconds) / (runs + 1), memory, runs + 1)
 
-    def applied(self, cluster: Cluster, goal: Goal) -> tuple[Cluster, Goal]:
-        """``cluster`` with speeds, and ``goal`` with a margin, so that a search takes the corrections into account."""
+        def mean(before: Any, value: Any) -> Any:
+            if value is None or before is None:
+                return before if value is None else value
+            return (before * self.runs + value) / (self.runs + 1)
+
+        names = ("step_seconds", "memory", "busiest_expert")
+        return Calibration(
+            **{name: mean(getattr(self, name), getattr(run, name)) for name in names}, runs=self.runs + 1
+        )
+
+    def applied(self, model: PlannedModel, cluster: Cluster, goal: Goal) -> tuple[PlannedModel, Cluster, Goal]:
+        """The three with routing, speeds and a margin, so that a search takes the corrections into account."""
         peaks, board, slower = cluster.peaks, cluster.board, self.step_seconds
         formats = {name: getattr(peaks, name) for name in ("bf16", "fp16", "tf32", "fp32")}
         peaks = replace(peaks, **{name: value and value / slower for name, value in formats.items()})
@@ -63,7 +71,8 @@ class Calibration:
             for name in ("bandwidth", "link", "host", "network", "nvme_read", "nvme_write")
         }
         goal = replace(goal, margin=self.margin(goal.margin))
-        return replace(cluster, peaks=peaks, board=replace(board, **rates)), goal
+        cluster = replace(cluster, peaks=peaks, board=replace(board, **rates))
+        return replace(model, busiest_expert=self.busiest_expert), cluster, goal
 
     def margin(self, margin: float) -> float:
         """``margin`` of a device's memory, and what uncorrected predictions lack."""
@@ -85,7 +94,12 @@ def read_calibration(device: str, family: str, path: Path | None = None) -> Cali
 
 
 def record_run(
-    device: str, family: str, step_seconds: float, memory: float | None, path: Path | None = None
+    device: str,
+    family: str,
+    step_seconds: float,
+    memory: float | None,
+    path: Path | None = None,
+    busiest_expert: float | None = None,
 ) -> Calibration:
     """Add a run to the file. Its ratios are those of uncorrected predictions.
 
@@ -93,12 +107,13 @@ def record_run(
         ConfigError: the file is damaged, or of another version; a ratio is impossible.
     """
     path = path or calibration_file()
+    run = Calibration(step_seconds, memory, busiest_expert=busiest_expert)
     for ratio in (step_seconds, memory):
         if ratio is not None and not _LEAST <= ratio <= _MOST:
             raise ConfigError(f"The run is no calibration: it took {ratio:.3g} times what was predicted.")
     entries = _read(path)
     before = entries.get(_key(device, family))
-    new = Calibration(step_seconds, memory) if before is None else before.with_run(step_seconds, memory)
+    new = run if before is None else before.with_run(run)
     entries[_key(device, family)] = new
     _write(path, entries, _read_probes(path))
     return new
@@ -185,4 +200,6 @@ def _checked(entry: Any) -> Calibration:
     for ratio in (calibration.step_seconds, 1.0 if calibration.memory is None else calibration.memory):
         if not _LEAST <= ratio <= _MOST:
             raise ValueError(f"{ratio} is no ratio of measured to predicted values")
+    if not 0 < (1.0 if calibration.busiest_expert is None else calibration.busiest_expert) <= 1:
+        raise ValueError(f"{calibration.busiest_expert} is no share of tokens")
     return calibration

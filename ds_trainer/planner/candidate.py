@@ -17,9 +17,6 @@ NVME_PATH = "/local_nvme"
 CHUNK_TOKENS = 1024
 """Tokens of a rank whose logits exist at a time with a chunked loss."""
 
-IMBALANCE = 1.3
-"""Tokens of the rank whose experts get most of them, relative to the mean, where experts are divided: an assumption."""
-
 FEATURES: dict[str, dict[str, Any]] = {
     "chunked_loss": {"loss_chunk_tokens": CHUNK_TOKENS},
     "tiled_mlp": {"tiled_mlp": True},

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+IMBALANCE = 1.3
+"""Tokens of the rank whose experts get most of them, relative to the mean, where experts are divided: an assumption."""
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -44,6 +47,7 @@ class PlannedModel:
         class_name: class of the model.
         own_adapters: the adapters of a module of PEFT.
         probe: what its layers took on a device, which corrects the formulas; None if that was not measured.
+        busiest_expert: share of a layer's tokens that its busiest expert gets, as runs have it; None without any.
     """
 
     name: str
@@ -56,6 +60,7 @@ class PlannedModel:
     class_name: str = ""
     own_adapters: tuple[ParameterGroup, ...] = ()
     probe: Probe | None = None
+    busiest_expert: float | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "the model", lora_rank: int = 0) -> PlannedModel:
@@ -198,6 +203,17 @@ class PlannedModel:
         """Experts of a layer, if its weights have them stacked, so that ranks can divide them; otherwise 1."""
         counts = {group.shape[0] for group in self.parameters if group.is_stacked_experts}
         return math.gcd(*counts) if counts else 1
+
+    def imbalance(self, ep: int) -> float:
+        """Tokens of the rank whose experts get most, relative to the mean of ``ep`` ranks that divide the experts.
+
+        As runs have it: that of the busiest expert, whose neighbors get what the others leave. Else an assumption.
+        """
+        experts = self.stack.experts
+        if self.busiest_expert is None or experts <= 1:
+            return IMBALANCE
+        beside = (1 - self.busiest_expert) * (experts // ep - 1) / (experts - 1)
+        return max(1.0, ep * (self.busiest_expert + beside))
 
     @cached_property
     def expert_elements(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import log
 
 from ds_trainer.planner.bucket_sizes import Network, prefetch_bucket, reduce_bucket
-from ds_trainer.planner.candidate import IMBALANCE, Candidate
+from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.flops import forward_flops
 from ds_trainer.planner.layer_sizes import layer_sizes
@@ -132,7 +132,7 @@ def _parts(model: PlannedModel, run: Candidate, cluster: Cluster, level: int) ->
     if run.ep > 1:  # the rank whose experts get most tokens; the others wait for it
         routed = 2.0 * run.tokens * model.stack.routed_weights / run.tp
         compute["uneven experts"] = (
-            (IMBALANCE - 1) * routed * (2 + trained + again) / (peak * reached["matrix products"])
+            (model.imbalance(run.ep) - 1) * routed * (2 + trained + again) / (peak * reached["matrix products"])
         )
     host = model.stack.layers * (3 + again) * _LAUNCH_SECONDS + _LAUNCH_OTHERS
     host += model.stack.expert_layers * (3 + again) * _EXCHANGE_SECONDS * (run.ep > 1)
@@ -250,7 +250,7 @@ def exchange_seconds(model: PlannedModel, run: Candidate, cluster: Cluster) -> f
     stack = model.stack
     passes = 2 + run.checkpointed_layers(stack.layers) / stack.layers
     near = min(run.ep, max(1, cluster.devices_per_node // run.tp))
-    size = IMBALANCE * exchanged_bytes(model, run) * run.ep / (run.ep - 1)  # with what stays on the rank
+    size = model.imbalance(run.ep) * exchanged_bytes(model, run) * run.ep / (run.ep - 1)  # with what stays on the rank
     links = size * (near - 1) / run.ep / (cluster.board.link * 1e9)
     network = size * (run.ep - near) / run.ep / (cluster.board.network * 1e9) if run.ep > near else 0.0
     hop = cluster.hop(run.ep, run.tp)

@@ -246,10 +246,12 @@ class RunSetup:
             report = assembly.engines.load_report
             packed = summary_of(loader)
             seconds, peak = assembly.telemetry.step_seconds(), peak_memory(assembly.device)
+            shares = (row.get("expert_busiest_share") for row in reversed(trainer.state.log_history))
+            busiest = next((share for share in shares if share is not None), None)
             return {
                 **({} if report is None else report.metrics()),
                 **({} if packed is None else packed.metrics()),
-                **assembly.estimator.metrics(seconds, peak),
+                **assembly.estimator.metrics(seconds, peak, busiest),
                 **self._stage.end(),
             }
 

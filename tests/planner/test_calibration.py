@@ -33,11 +33,11 @@ LLAMA: dict[str, Any] = {
 def test_runs_are_averaged_by_device_and_family(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "calibration.json"
     assert read_calibration("H100", "llama", path) is None
-    record_run("H100", "llama", 1.2, None, path)
-    record_run("H100", "llama", 1.4, 1.1, path)
+    record_run("H100", "llama", 1.2, None, path, busiest_expert=0.2)
+    record_run("H100", "llama", 1.4, 1.1, path, busiest_expert=0.4)
     record_run("H100", "bert", 3.0, 0.5, path)
     found = read_calibration("H100", "llama", path)
-    assert found is not None
+    assert found is not None and found.describe().endswith("busiest expert 30.0 % of tokens")
     assert (found.step_seconds, found.memory, found.runs) == (pytest.approx(1.3), 1.1, 2)
     assert read_calibration("H100", "bert", path) == Calibration(3.0, 0.5, 1)
     assert read_calibration("A100", "llama", path) is None
@@ -51,6 +51,7 @@ def test_runs_are_averaged_by_device_and_family(tmp_path: Path) -> None:
         ("[]", "cannot be read"),
         (json.dumps({"version": 1, "calibrations": {"a / b": {"step_seconds": "fast"}}}), "cannot be read"),
         (json.dumps({"version": 1, "calibrations": {"a / b": {"step_seconds": 0.0}}}), "cannot be read"),
+        (json.dumps({"version": 1, "calibrations": {"a / b": {"step_seconds": 1, "busiest_expert": 2}}}), "cannot"),
         (json.dumps({"version": 2, "calibrations": {}}), "have version 2"),
     ],
 )
@@ -80,7 +81,7 @@ def test_the_file_is_in_the_cache_of_the_user() -> None:
 def test_a_search_takes_the_corrections_into_account() -> None:
     model, cluster, goal = PlannedModel.from_config(LLAMA), Cluster.of("H100-24GB", 1, 2), Goal(4096, 16, "bf16")
     plain = search(model, cluster, goal)
-    corrected = search(model, *Calibration(2.0, 1.5).applied(cluster, goal))
+    corrected = search(*Calibration(2.0, 1.5).applied(model, cluster, goal))
     assert plain.best is not None and corrected.best is not None
     assert len(corrected.fitting) < len(plain.fitting)
     assert corrected.best.memory.device * 1.5 <= 24e9

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
 
+from ds_trainer.planner.calibration import Calibration
 from ds_trainer.planner.candidate import Candidate
 from ds_trainer.planner.cluster import Cluster
 from ds_trainer.planner.memory.estimate import estimate_memory
@@ -72,6 +74,18 @@ def test_whole_experts_are_faster_with_many_tokens(nodes: int) -> None:
     ]
     assert ratio[0] < 1 < ratio[1]
     assert ratio == sorted(ratio)
+
+
+def test_routing_is_taken_from_runs() -> None:
+    """The share of the busiest of 128 experts, 16 of which are on a rank: even, four times the mean, everything."""
+    cluster, divided, found = Cluster.of("H100-80GB", 1, 8), run(8, 16, stage=1, ep=8), []
+    for share, imbalance in ((1 / 128, 1.0), (4 / 128, 8 * (4 / 128 + 124 / 128 * 15 / 127)), (None, 1.3), (1.0, 8.0)):
+        learned, _, _ = Calibration(1.0, busiest_expert=share).applied(model(), cluster, Goal(4096))
+        assert learned.imbalance(8) == pytest.approx(imbalance)
+        times = exchange_seconds(learned, divided, cluster), usual_seconds(learned, divided, cluster)
+        found.append((imbalance, *times, estimate_memory(learned, divided).tensors))
+    for one, other in itertools.pairwise(sorted(found)):
+        assert all(small < large for small, large in zip(one, other, strict=True))
 
 
 def test_what_is_searched() -> None:

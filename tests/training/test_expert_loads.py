@@ -26,6 +26,7 @@ from ds_trainer.monitor.report.page import report_page
 from ds_trainer.monitor.report.run_files import RunFiles
 from ds_trainer.parallel import expert_exchange
 from ds_trainer.training.model import expert_division
+from ds_trainer.training.planning.run_estimator import RunEstimator
 from tests.support.compare import assert_equal, weight_distance
 from tests.support.expert_models import maker, mixture
 from tests.support.pool import pool
@@ -52,8 +53,13 @@ def _train(directory: Path, to_one: bool, arguments: dict[str, Any]) -> list[tor
     gates = [layer.mlp.gate for layer in model.model.layers]
     model.register_forward_pre_hook(lambda *a: masks.append(a[2]["input_ids"].flatten() != 0), with_kwargs=True)
     hooks = [gate.register_forward_hook(partial(record, calls)) for gate, calls in zip(gates, chosen, strict=True)]
-    with mock.patch.object(expert_exchange, "time", SimpleNamespace(perf_counter=itertools.count().__next__)):
+    with (
+        mock.patch.object(expert_exchange, "time", SimpleNamespace(perf_counter=itertools.count().__next__)),
+        mock.patch.object(RunEstimator, "metrics", return_value={}) as metrics,
+    ):
         trainer.train()
+    (share,) = [row["expert_busiest_share"] for row in trainer.state.log_history if "loss" in row]
+    assert metrics.call_args.args[2] == share  # for later plans
     for hook in hooks:
         hook.remove()
     trainer.engine.close()

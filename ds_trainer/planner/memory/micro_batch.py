@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_trainer.planner.activations.formula import BytesPerToken
-from ds_trainer.planner.candidate import CHUNK_TOKENS, IMBALANCE, Candidate
+from ds_trainer.planner.candidate import CHUNK_TOKENS, Candidate
 from ds_trainer.planner.layer_sizes import layer_sizes
 from ds_trainer.planner.planned_model import PlannedModel
 from ds_trainer.planner.transformer_shape import Stack
@@ -70,7 +70,9 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
     everything, forward = tokens * size.layer, tokens * size.forward
     if run.ep > 1:  # results that return are kept, and more rows where experts get more tokens
         rows = tokens * run.weight_bytes * sizes["active"]
-        exchanged = rows * (sizes["hidden"] + (IMBALANCE - 1) * (2 * sizes["hidden"] + 3 * sizes["inner"]))
+        exchanged = rows * (
+            sizes["hidden"] + (model.imbalance(run.ep) - 1) * (2 * sizes["hidden"] + 3 * sizes["inner"])
+        )
         everything, forward = everything + exchanged, forward + exchanged + rows * sizes["hidden"]
     if run.sp > 1:  # the output of attention is kept by heads and by tokens
         everything += tokens * run.weight_bytes * sizes["queries"]
@@ -101,7 +103,7 @@ def micro_batch(model: PlannedModel, run: Candidate) -> MicroBatch:
         recomputed=again if run.checkpointing else 0.0,
         recomputed_last=again if recomputes_last else 0.0,
         forward=max(without_gradients, forward - everything - boundary) if recomputes_last else forward - everything,
-        backward=tokens * size.backward + (IMBALANCE * rows * sizes["hidden"] if run.ep > 1 else 0.0),
+        backward=tokens * size.backward + (model.imbalance(run.ep) * rows * sizes["hidden"] if run.ep > 1 else 0.0),
         loss=tokens * size.loss,
         output=boundary,
         output_gradient=boundary + tokens * 4 * sizes["hidden"] * (run.weight_bytes < 4) if run.chunked_loss else 0.0,

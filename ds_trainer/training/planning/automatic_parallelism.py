@@ -99,7 +99,7 @@ def planned_arguments(inputs: TrainerInputs, trainer: type, estimator: RunEstima
     if cluster.nodes == 1:  # other machines may have other corrections, and all ranks must choose alike
         calibration = read_calibration(cluster.device, model.family)
         if calibration is not None:
-            cluster, goal = calibration.applied(cluster, goal)
+            model, cluster, goal = calibration.applied(model, cluster, goal)
     result = None
     if args.given(_MICRO_BATCH) and not accelerator_config(args).split_batches:
         with_given = (*goal.fixed, ("micro_batch", args.per_device_train_batch_size))

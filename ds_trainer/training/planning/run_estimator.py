@@ -176,6 +176,8 @@ class RunEstimator:
             unknown = unknown_activations(inputs, config, planned, length)
             devices = JobDevices.of_job(inputs.args, layout.world_size)
             calibration = None if devices is None else read_calibration(devices.cluster.device, planned.family)
+            if calibration is not None:
+                planned = replace(planned, busiest_expert=calibration.busiest_expert)
             estimate = RunEstimate(planned, run, devices, unknown, calibration).in_one_pass()
             estimate.line()  # computes everything that a run will ask for
         except Exception as error:  # whatever a model of a user looks like, it trains without a prediction
@@ -220,7 +222,9 @@ class RunEstimator:
 
     # -- the end of a run ---------------------------------------------------------------------------------------------
 
-    def metrics(self, step_seconds: float | None, peak_memory: int | None) -> dict[str, float]:
+    def metrics(
+        self, step_seconds: float | None, peak_memory: int | None, busiest_expert: float | None = None
+    ) -> dict[str, float]:
         """Predicted and measured values, with errors: measured / predicted - 1. Collective.
 
         The memory is that of the rank that had most, and only of a GPU: the memory of a CPU's process cannot be divided
@@ -229,6 +233,7 @@ class RunEstimator:
         Args:
             step_seconds: median of the measured seconds of a step; None if there were not enough steps.
             peak_memory: most bytes of tensors on the GPU of this rank; None on CPU ranks.
+            busiest_expert: share of a layer's tokens that its busiest expert got; None without divided experts.
         """
         peak = None
         if peak_memory is not None:  # before anything that can differ between ranks: whether they have an estimate
@@ -249,10 +254,10 @@ class RunEstimator:
                 metrics["peak_memory_error"] = round(peak / predicted - 1, 4)
         self._metrics = metrics
         if self._records and distributed.rank() == 0:
-            self._record(self.estimate, metrics)
+            self._record(self.estimate, metrics, busiest_expert)
         return metrics
 
-    def _record(self, estimate: RunEstimate, metrics: dict[str, float]) -> None:
+    def _record(self, estimate: RunEstimate, metrics: dict[str, float], busiest_expert: float | None) -> None:
         """Keep the ratios of the run, uncorrected, for later predictions."""
         if "step_seconds_error" not in metrics or estimate.devices is None:
             logger.warning(
@@ -264,7 +269,8 @@ class RunEstimator:
         memory = metrics.get("peak_memory_error")
         memory = None if memory is None else (before.memory or 1.0) * (1 + memory)
         try:
-            record_run(estimate.devices.cluster.device, estimate.model.family, time, memory)
+            device, family = estimate.devices.cluster.device, estimate.model.family
+            record_run(device, family, time, memory, busiest_expert=busiest_expert)
         except (ConfigError, OSError) as error:  # the training is done, whatever happens to this file
             logger.warning("calibrate_planner=True: nothing was kept. %s", error)
 

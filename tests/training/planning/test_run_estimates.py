@@ -211,13 +211,13 @@ def test_a_calibrated_prediction_is_nearer(tmp_path: Path, monkeypatch: pytest.M
 
     def calibrated(seconds: float) -> Calibration:
         estimator._records = True
-        estimator.metrics(seconds, None)
+        estimator.metrics(seconds, None, 0.25)
         kept = read_calibration(name, "llama")
         assert kept is not None
         return kept
 
     kept = calibrated(2 * first)
-    assert kept.runs == 1 and kept.step_seconds == pytest.approx(2, rel=1e-3)
+    assert (kept.runs, kept.busiest_expert) == (1, 0.25) and kept.step_seconds == pytest.approx(2, rel=1e-3)
     estimator.estimate = replace(plain, calibration=kept)
     assert "corrected by 1 run: time x 2.00" in estimator.text()
     assert estimator.metrics(None, None)["predicted_step_seconds"] == pytest.approx(2 * first, rel=1e-3)
