@@ -23,7 +23,7 @@ from ds_trainer.monitor.report.outcome import outcome_of
 from ds_trainer.monitor.report.run_files import METRICS_NAME, RunFiles, is_number
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE
-from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.files import directory_problem, parse_json
 
 HELP = "show a run in the terminal while it trains"
 DESCRIPTION = (
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     if overrides:
         raise ConfigError(f"dashboard takes no {overrides[0]}: its argument is RUN.")
-    if not options.run.is_dir():
-        raise ConfigError(f"{options.run} is not a directory: pass the output directory of a training.")
+    if (problem := directory_problem(options.run)) or not options.run.is_dir():
+        raise ConfigError(f"{options.run} {problem or 'is not a directory'}: pass the output directory of a training.")
     if not (math.isfinite(options.refresh) and options.refresh > 0):
         raise ConfigError(f"--refresh {options.refresh} must be a positive number of seconds.")
     if options.once or not sys.stdout.isatty():

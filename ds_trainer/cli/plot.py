@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import CANNOT_WORK, DONE
+from ds_trainer.utils.files import directory_problem
 
 HELP = "draw the metrics of a run"
 DESCRIPTION = (
@@ -32,8 +34,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if overrides:
         raise ConfigError(f"plot takes no {overrides[0]}: its only argument is RUN.")
-    if not (options.run / METRICS_NAME).is_file():
-        raise ConfigError(f"{options.run} has no {METRICS_NAME}: pass the output directory of a training.")
+    if not os.path.isfile(options.run / METRICS_NAME):
+        problem = directory_problem(options.run) or f"has no {METRICS_NAME}"
+        raise ConfigError(f"{options.run} {problem}: pass the output directory of a training.")
     written = write_plots(options.run)
     for path in written:
         print(path)

@@ -44,7 +44,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
         directory = model_directory(name, weights=False)
     except ConfigError as error:
         raise ConfigError(f"{recipe.where(key)}: {key}: {error}") from error
-    return load_tokenizer(str(directory))
+    return load_tokenizer(str(directory), key)
 
 
 def language_model_config(recipe: Recipe, tokenizer: Tokenizer) -> PretrainedConfig:

@@ -12,7 +12,7 @@ import numpy as np
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.samples.sources.documents import Document
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json, write_json
+from ds_trainer.utils.files import directory_problem, read_json, unusual_file, write_json
 
 
 class ByteTokenizer:
@@ -82,9 +82,12 @@ class PretrainedTokenizer:
             documents.
     """
 
-    def __init__(self, directory: str) -> None:
-        if not Path(directory).is_dir():
-            raise ConfigError(f"data.tokenizer: {directory!r} is neither 'bytes' nor a directory.")
+    def __init__(self, directory: str, key: str = "data.tokenizer") -> None:
+        if (problem := directory_problem(directory)) or not Path(directory).is_dir():
+            problem = problem or "does not exist"
+            raise ConfigError(f"{key}: {directory!r} is neither 'bytes' nor a directory: it {problem}.")
+        if (unusual := unusual_file(Path(directory), ("*.json", "*.txt", "*.model", "*.jinja"))) is not None:
+            raise ConfigError(f"{key}: {unusual}")
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -93,12 +96,12 @@ class PretrainedTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except Exception as error:  # code of any tokenizer, which reads the model's config.json, too
             reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"data.tokenizer: {directory!r} has no tokenizer that can be loaded: {reason}") from error
+            raise ConfigError(f"{key}: {directory!r} has no tokenizer that can be loaded: {reason}") from error
         separator = self._tokenizer.eos_token_id
         separator = self._tokenizer.bos_token_id if separator is None else separator
         if separator is None:
             raise ConfigError(
-                f"data.tokenizer: the tokenizer in {directory!r} has neither an end-of-text nor a beginning-of-text "
+                f"{key}: the tokenizer in {directory!r} has neither an end-of-text nor a beginning-of-text "
                 "token to separate documents; set eos_token in its tokenizer_config.json."
             )
         self.separator_id: int = int(separator)
@@ -133,8 +136,10 @@ class PretrainedTokenizer:
         self._tokenizer.save_pretrained(directory)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer ``name`` of a recipe: ``bytes``, or a directory (with a Hugging Face or a saved byte tokenizer).
+
+    ``key`` of the recipe names it in errors.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -142,9 +147,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     directory = os.path.expanduser(name)
-    if (Path(directory) / ByteTokenizer.FILE_NAME).is_file():
+    if os.path.isfile(os.path.join(directory, ByteTokenizer.FILE_NAME)):
         return ByteTokenizer.load(directory)
-    return PretrainedTokenizer(directory)
+    return PretrainedTokenizer(directory, key)
 
 
 def processor_of(recipe: Recipe) -> Any:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -227,10 +227,13 @@ def read_bytes(path: str | os.PathLike[str], source: str, kind: str, most: int =
             mode = os.fstat(descriptor).st_mode
             data = stream.read(most + 1) if stat.S_ISREG(mode) else b""
     except FileNotFoundError:
-        raise ConfigError(f"{source} does not exist (working directory: {_working_directory()}).") from None
+        problem = directory_problem(path) or f"does not exist (working directory: {_working_directory()})"
+        raise ConfigError(f"{source} {problem}.") from None
     except IsADirectoryError:
         raise ConfigError(f"{source} is a directory; name a {kind} in it.") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        if getattr(error, "errno", None) == errno.ENXIO:
+            raise ConfigError(f"{source} is a socket; name a {kind}.") from None
         raise ConfigError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if stat.S_ISDIR(mode):
         raise ConfigError(f"{source} is a directory; name a {kind} in it.")
@@ -308,12 +311,42 @@ def shortened(text: str, most: int = 300) -> str:
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether there is something at ``path``; not if it cannot be a path (too long, a null byte)."""
+    """Whether there is something at ``path``, be it a link to nothing; not if it cannot be a path."""
     try:
-        os.stat(os.path.expanduser(path))
+        os.lstat(os.path.expanduser(path))
     except (OSError, ValueError):
         return False
     return True
+
+
+def directory_problem(path: str | os.PathLike[str]) -> str | None:
+    """What is at ``path`` in place of a directory, as the end of a sentence; None if a directory is, or nothing."""
+    path = os.path.expanduser(path)
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISDIR(mode):
+            return f"is {next((text for test, text in _KINDS if test(mode)), 'a file')}"
+        os.scandir(path).close()
+    except FileNotFoundError:
+        return f"is a link to {os.readlink(path)!r}, which does not exist" if os.path.islink(path) else None
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None
+
+
+def unusual_file(directory: Path, names: Sequence[str], most: int = 2**30) -> str | None:
+    """The first file of ``directory`` that matches one of ``names`` and cannot be read to an end, as a sentence.
+
+    A library would wait for a named pipe forever, and read a device, or a file without content, until memory ends.
+    """
+    for path in sorted(path for name in names for path in directory.glob(name)):
+        with suppress(OSError):  # a link to nothing
+            state = path.stat()
+            if named := next((text for test, text in _KINDS if test(state.st_mode)), None):
+                return f"{path} is {named}; write its content to a file of that name."
+            if state.st_size > most:
+                return f"{path} is larger than {most // 2**20:,} MiB; copy it again."
+    return None
 
 
 def _working_directory() -> str:

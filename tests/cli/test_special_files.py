@@ -241,6 +241,56 @@ def test_files_that_a_recipe_names_are_looked_at_before_its_data(
     assert all(name in error for name in lost.values()) and "no-data" not in error, error
 
 
+NAMED: dict[str, list[str]] = {
+    **{key: ["train", "r.yaml"] for key in ("model.path", "data.tokenizer", "data.chat_template", "data.eval")},
+    **{
+        f"arguments.{key}": ["train", "r.yaml"] for key in ("deepspeed", "resume_from_checkpoint", "start_from_weights")
+    },
+    "hostfile": ["launch", "--dry-run", "--hostfile", "@", "s.py"],
+    "chat": ["chat", "@"],
+    "inspect": ["checkpoint", "inspect", "@"],
+    "merge": ["checkpoint", "merge", "@", "--to", "merged"],
+    "report": ["report", "@"],
+    "plot": ["plot", "@"],
+    "plan": ["plan", "@"],
+}
+KINDS = {
+    "fifo": "is a named pipe", "node": "is a device", "socket": "is a socket", "closed": "Permission denied",
+    "lost": "is a link to 'nowhere', which does not exist", "loop": "Too many levels of symbolic links",
+}  # fmt: skip
+
+
+def kinds_of(folder: str, name: str) -> list[str]:
+    """The answers that do not say what is in the place of a file or directory; in a process without root's rights."""
+    os.chdir(folder)
+    os.mkfifo("fifo")
+    Path("lost").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+    Path("node").symlink_to("/dev/full")
+    Path("closed").mkdir(mode=0)
+    ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # so that modes count
+    wrong = []
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        for kind, said in KINDS.items():
+            section, _, key = name.partition(".")
+            if key:
+                Path("r.yaml").write_text(json.dumps({**RECIPE, section: {**RECIPE[section], key: kind}}))
+            words = [kind if word == "@" else word for word in NAMED[name]]
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as err:
+                code = main(words)
+            if code != 2 or said not in err.getvalue() or err.getvalue().count("\n") != 1:
+                wrong.append(f"{kind}: {code} {err.getvalue()[-300:]}")
+    return wrong
+
+
+@pytest.mark.cases(2, rest="extended")
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_in_the_place_of_a_file_or_directory_is_said(folder: Path, name: str) -> None:
+    wrong = in_a_fork(kinds_of, str(folder), name)
+    assert not wrong, "\n".join(wrong)
+
+
 def training_on_a_full_disk(folder: str) -> str:
     os.chdir(folder)
     Path("full").mkdir()

@@ -13,6 +13,7 @@ from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, SHARDS, Broke
 from ds_trainer.checkpoint.weights.model_description import DESCRIPTION_FILE, ModelDescription
 from ds_trainer.parallel.layout import AXES
 from ds_trainer.utils.errors import ConfigError, listed
+from ds_trainer.utils.files import directory_problem
 from ds_trainer.utils.units import human_bytes
 
 
@@ -22,6 +23,8 @@ def find_checkpoints(path: Path) -> list[Path]:
     Raises:
         ConfigError: there is no checkpoint.
     """
+    if (problem := directory_problem(path)) is not None:
+        raise ConfigError(f"{path} {problem}. Pass a checkpoint or an output directory.")
     if (path / MANIFEST_FILE).is_file():
         return [path]
     checkpoints = [e.path for e in CheckpointDirectory(path).entries() if (e.path / MANIFEST_FILE).is_file()]

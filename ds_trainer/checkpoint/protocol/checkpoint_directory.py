@@ -28,7 +28,7 @@ from ds_trainer.checkpoint.protocol.file_writer import CheckpointFileWriter
 from ds_trainer.checkpoint.protocol.manifest import MANIFEST_FILE, BrokenCheckpoint, Manifest
 from ds_trainer.checkpoint.protocol.other_formats import detect_format
 from ds_trainer.utils.errors import ConfigError, listed
-from ds_trainer.utils.files import user_path
+from ds_trainer.utils.files import directory_problem, user_path
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 logger = get_logger(__name__)
@@ -269,6 +269,8 @@ def find_checkpoint(requested: str | bool, output_dir: Path) -> Path | None:
             )
         return None
     path = user_path(str(requested), f"The checkpoint {requested!s}")
+    if (problem := directory_problem(path)) is not None:
+        raise ConfigError(f"resume_from_checkpoint={str(path)!r} {problem}. Name the directory of a checkpoint.")
     if not (path / MANIFEST_FILE).is_file() and detect_format(path) is None:
         raise ConfigError(
             f"resume_from_checkpoint={str(path)!r} is not a complete checkpoint: it has no {MANIFEST_FILE}. "

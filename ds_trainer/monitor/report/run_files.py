@@ -12,7 +12,7 @@ from typing import Any
 from ds_trainer.monitor.metrics_file import LOSSES, read_records
 from ds_trainer.monitor.report.history import HISTORY_NAME, Session, read_sessions
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json
+from ds_trainer.utils.files import directory_problem, read_json
 from ds_trainer.utils.logging import get_logger
 
 logger = get_logger("monitor.report")
@@ -60,8 +60,9 @@ class RunFiles:
         Raises:
             ConfigError: it is not the output directory of a run.
         """
-        if not directory.is_dir():
-            raise ConfigError(f"{directory} is not a directory: pass the output directory of a training.")
+        if (problem := directory_problem(directory)) or not directory.is_dir():
+            problem = problem or "is not a directory"
+            raise ConfigError(f"{directory} {problem}: pass the output directory of a training.")
         if not any((directory / name).is_file() for name in (METRICS_NAME, HISTORY_NAME)):
             raise ConfigError(
                 f"{directory} has neither {METRICS_NAME} nor {HISTORY_NAME}: pass the output directory of a training."

@@ -19,7 +19,7 @@ from ds_trainer.samples.sources.compression import (
 )
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError, listed
-from ds_trainer.utils.files import exists, shortened, user_path
+from ds_trainer.utils.files import directory_problem, shortened, user_path
 
 PYTHON_STDLIB = "python-stdlib"
 _NEVER_INCLUDED = ("__pycache__", "site-packages", "dist-packages")
@@ -88,10 +88,10 @@ class _FileFinder:
             raise ConfigError(f"{self.key}: {path!r} is made by the kernel; write its content to a file.")
         if source.is_file():
             return [SourceFile(source.absolute(), self._format(source))]
+        if problem := directory_problem(source):
+            raise ConfigError(f"{self.key}: {path!r} {problem}; name a file or a directory that can be read.")
         if source.is_dir():
             return self._in_directory(source, f"{self.key}: {path}")
-        if exists(source):
-            raise ConfigError(f"{self.key}: {path!r} is neither a regular file nor a directory (a pipe or a device?).")
         here = f" (working directory: {Path.cwd()})"
         if not glob.has_magic(path):
             raise ConfigError(f"{self.key}: {shortened(path)!r} does not exist{here}.")
@@ -121,7 +121,7 @@ class _FileFinder:
         exclude = (*self.spec.exclude, *_NEVER_INCLUDED, ".*")
         relative: list[str] = []
         odd: list[str] = []
-        for folder, folders, files in os.walk(root):
+        for folder, folders, files in os.walk(root, onerror=self._refuse):
             here = Path(folder).relative_to(root)
             folders[:] = [entry for entry in folders if not _excluded((here / entry).as_posix(), exclude)]
             for entry in files:
@@ -142,6 +142,9 @@ class _FileFinder:
             tables = [file for file in chosen if file.format != "text" and file.path.name not in _NO_SAMPLES]
             return tables or chosen
         return chosen
+
+    def _refuse(self, error: OSError) -> None:
+        raise ConfigError(f"{self.key}: {error.filename!r} {reason_of(error)}; exclude it, or allow to read it.")
 
     def _format(self, file: Path) -> str:
         if self.spec.format == "dataset":

@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_trainer.checkpoint.loading.weight_index import read_weight_map
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import read_json, user_path, write_text_atomic
+from ds_trainer.utils.files import directory_problem, read_json, unusual_file, user_path, write_text_atomic
 from ds_trainer.utils.secrets import redacted, register_secret
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -18,6 +18,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 # Configuration, tokenizer and code; all small.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def model_directory(
@@ -40,10 +41,14 @@ def model_directory(
         ConfigError: it is neither a directory nor an accessible repository.
     """
     path = user_path(name_or_path, f"The model {name_or_path!s}")
+    if (problem := directory_problem(path)) not in (None, "is a file"):
+        raise ConfigError(f"{name_or_path!r} {problem}. Pass the directory of a saved model.")
     if path.is_dir():
         directory = path / subfolder
         if not directory.is_dir():
             raise ConfigError(f"{name_or_path!r} has no subfolder {subfolder!r}. Correct subfolder.")
+        if (unusual := unusual_file(directory, _SMALL_FILES) or unusual_file(directory, _WEIGHTS, 2**60)) is not None:
+            raise ConfigError(unusual)
         return directory
     if path.is_file():
         raise ConfigError(

@@ -31,7 +31,7 @@ from ds_trainer.training.resume.compatibility import Changes, compare
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import read_json, user_path
+from ds_trainer.utils.files import directory_problem, read_json, user_path
 from ds_trainer.utils.logging import get_logger
 from ds_trainer.utils.units import counted
 
@@ -278,8 +278,9 @@ def weights_directory(path: str) -> Path:
         ConfigError: it does not exist.
     """
     directory = user_path(path, f"start_from_weights={path!s}")
-    if not directory.is_dir():
-        raise ConfigError(f"start_from_weights={path!r} is not a directory (current directory: {Path.cwd()}).")
+    if not directory.is_dir() or directory_problem(directory):
+        problem = directory_problem(directory) or f"is not a directory (current directory: {Path.cwd()})"
+        raise ConfigError(f"start_from_weights={path!r} {problem}. Name the directory of a model, or a checkpoint.")
     return directory
 
 
