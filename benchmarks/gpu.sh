@@ -11,7 +11,8 @@
 #   oracle      tests with the gpu marker; losses, gradients and weights against plain PyTorch on one GPU (ZeRO 0-3, bf16,
 #               fp16, fused and offloaded Adam, resume, background save, rollback); with two GPUs every two-rank layout;
 #               packing, chunked loss, tiled MLPs, offloaded activations, compiled blocks, Liger, fp8: with and without
-#   kernels     ring attention's kernels against torch's attention; the loss in tiles against whole logits
+#   kernels     ring attention's kernels against torch's attention; the loss in tiles against whole logits; a layer of
+#               divided experts with one, two and four ranks on one GPU
 #   speed       tokens/s and memory with one feature changed, and the kernels of a step; tokens/s, MFU and peak memory beside a
 #               bare loop and transformers.Trainer
 #   memory      memory and time of a step of twelve runs, compared with what the planner predicts; the longest sequence that
@@ -189,6 +190,7 @@ run_stage() {
     kernels-*)
         part kernels $all ring_kernels.py "${small[@]}"
         part loss $all gpu_loss.py
+        part experts $all gpu_experts.py
         ;;
     speed-*)
         part throughput 300 gpu_throughput.py "${models[@]}"

@@ -57,7 +57,7 @@ def test_the_longest_sequence_is_found_by_halving(limit: int, found: int) -> Non
 STAGES = {
     "first": ("first-oracle", "shared-2", "shared-4", "endings", "saves-16gb", "masks", "host-time"),
     "oracle": ("tests", "oracle", "pairs"),
-    "kernels": ("kernels", "loss"),
+    "kernels": ("kernels", "loss", "experts"),
     "speed": ("throughput", "features"),
     "memory": ("memory", "longest"),
     "stalls": ("syncs", "saves"),
@@ -116,6 +116,7 @@ def test_every_other_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     assert {"dp2 zero3 fp32", "tp2 zero1 fp32", "cp2 zero2 fp32", "sp2 zero3 fp32"} <= set(quick)
     assert len(found["pairs"]) == 2
     assert len(found["loss"]) > 5 and all(case["same"] for case in found["loss"])
+    assert [case["ranks"] for case in found["experts"]] == [1] * 6 + [2, 2, 4, 4]
     assert len(found["memory"]) == 11
     assert all(case["predicted"]["tensors"] > 0 and case["measured"]["seconds"] > 0 for case in found["memory"])
     assert found["longest"][-1] == {"longest": 128, "out_of_time": False}
