@@ -29,13 +29,14 @@ _GIVEN = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 
 
-def check_divided_updates(optimizer: Any, stage: int, tensor_parallel: int) -> None:
+def check_divided_updates(optimizer: Any, stage: int, tensor_parallel: int, expert_parallel: int = 1) -> None:
     """Refuse an optimizer of a script whose ``step`` needs arguments, or depends on how its tensors are divided.
 
     Args:
         optimizer: before DeepSpeed has it; it does not change.
         stage: of ZeRO.
         tensor_parallel: ranks that share a tensor.
+        expert_parallel: ranks that share the experts.
 
     Raises:
         ConfigError: ``step`` needs arguments, or the update of a whole tensor is another one.
@@ -52,9 +53,10 @@ def check_divided_updates(optimizer: Any, stage: int, tensor_parallel: int) -> N
             f"step() of {name} needs {listed(needed)}, and the engine calls it without arguments, once an update. "
             "Use an optimizer that needs the gradients only."
         )
-    if stage == 0 and tensor_parallel == 1:
+    if stage == 0 and tensor_parallel * expert_parallel == 1:
         return
-    division = f"zero_stage={stage}" if stage else f"tensor_parallel_size={tensor_parallel}"
+    axis, ranks = ("tensor", tensor_parallel) if expert_parallel == 1 else ("expert", expert_parallel)
+    division = f"zero_stage={stage}" if stage else f"{axis}_parallel_size={ranks}"
     random = random_state()
     try:
         whole, again = (_updated(optimizer, 1, stage) for _ in range(2))
@@ -67,7 +69,7 @@ def check_divided_updates(optimizer: Any, stage: int, tensor_parallel: int) -> N
     if reason and not _apart(whole, again):  # one that draws numbers is not compared
         raise ConfigError(
             f"The update of {name} depends on whole tensors, or on how often step() is called, and {division} divides "
-            f"them: {reason}. Set zero_stage=0 (without tensor_parallel_size), or use an optimizer that treats each "
+            f"them: {reason}. Set zero_stage=0 (without {axis}_parallel_size), or use an optimizer that treats each "
             "element by itself."
         )
 

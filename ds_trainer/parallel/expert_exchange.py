@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, all_gather_into_tensor, all_to_all_s
 from torch.nn.functional import pad
 
 from ds_trainer.utils.devices import free_bytes
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.plain_attributes import only_looks
 
 
@@ -47,6 +48,11 @@ _TOO_MANY = (
     "Routers that prefer few experts (expert_busiest_share in the logs) need an auxiliary loss, or smaller "
     "micro-batches. {}"
 )
+_COPIED = (
+    "expert_parallel_size: {} was copied (copy.deepcopy, AveragedModel), but this rank has a part of its experts, and "
+    "nothing would know that of the copy. Keep clones of model.named_parameters() instead, or copy the model before "
+    "the training."
+)
 _SWITCH = "output_router_logits"  # of auxiliary losses of transformers
 _NO_ROOM = (
     "{}: {:,} rows would arrive for the experts of rank {}, {:.1f} times the mean of the ranks, and its memory has "
@@ -71,19 +77,6 @@ def calls_through(calls: Any) -> Iterator[None]:
         yield
     finally:
         _calls = outer
-
-
-class Rehearsed:
-    """For :func:`calls_through`: without communication, as if this rank's rows were even over all experts."""
-
-    completes = counts = False
-
-    def call(self, name: str, function: Any, args: Any, kwargs: Any) -> None:
-        """Other ranks have the counts of this one."""
-        if name == "counts":
-            arriving, own = args[0].view(-1, len(args[1])), args[1]
-            experts = torch.arange(len(own) - 1, device=own.device)
-            arriving[:, :-1], arriving[:, -1] = (own[:-1].sum() + experts) // len(experts), 2**62
 
 
 @torch.compiler.disable
@@ -222,6 +215,9 @@ class ExpertExchange:
         self._bytes_sent = 0
         self._seconds = 0.0
         self._events: deque[tuple[Any, Any]] = deque()  # before and after exchanges that a GPU may not have reached
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ConfigError(_COPIED.format(self._name))
 
     def __call__(
         self, module: nn.Module, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

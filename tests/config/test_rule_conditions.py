@@ -66,6 +66,7 @@ _ZENFLOW = {"zero_stage": 3, "device": "cuda", "deepspeed": zero(zenflow={"topk_
 _BARE = Environment(version=lambda package: None)
 _DS_ADAM: dict[str, Any] = {"optim_args": "torch_adam=False"}
 _ADAM: dict[str, Any] = {"deepspeed": {"optimizer": {"type": "Adam", "params": {"torch_adam": False}}}}
+_LAMB: dict[str, Any] = {"optim": "lamb", "zero_stage": 0, "device": "cuda"}
 _TWO_PARTS = {"world": 2, "expert_parallel_size": 2}
 _SUPER = zero(offload_optimizer={"device": "cpu", "super_offload": True})
 _HALF = zero(offload_optimizer={"device": "cpu", "ratio": 0.5})
@@ -162,14 +163,14 @@ CASES = [
         communication_data_type="fp16",
         deepspeed={**autocast("bfloat16"), **_INT4},
     ),
-    breaks("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, optim="lamb", **_TWO_PARTS),
+    breaks("half-at-stage-0-in-parts", "lamb-needs-whole-matrices", bf16=True, **_LAMB, **_TWO_PARTS),
     breaks("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, **_DS_ADAM, **_TWO_SLICES),
     breaks("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, **_ADAM, **_TWO_SLICES),
     keeps("half-at-stage-0-in-parts", bf16=True, zero_stage=0, **_TWO_SLICES),
     keeps("half-at-stage-0-in-parts", bf16=True, zero_stage=0, optim="sgd", **_TWO_SLICES),
-    keeps("half-at-stage-0-in-parts", device="cuda", zero_stage=0, optim="lamb", **_TWO_PARTS),
+    keeps("half-at-stage-0-in-parts", "lamb-needs-whole-matrices", **_LAMB, **_TWO_PARTS),
     keeps("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=1, **_DS_ADAM, **_TWO_SLICES),
-    keeps("half-at-stage-0-in-parts", bf16=True, device="cuda", zero_stage=0, optim="lamb"),
+    keeps("half-at-stage-0-in-parts", bf16=True, **_LAMB),
     keeps("fp16-needs-zero", "lamb-in-fp16", fp16=True, device="cuda", zero_stage=0, optim="lamb"),
     # -- ZeRO --------------------------------------------------------------------------------------------------------
     breaks("nvme-optimizer-needs-stage-3", zero_stage=1, offload_optimizer="nvme", nvme_path="/nvme"),
@@ -263,11 +264,11 @@ CASES = [
         "muon-bf16-stage-1-accumulation", optim="muon", bf16=True, zero_stage=1, grad_accum_dtype="bf16", **_TWO_SLICES
     ),
     keeps("muon-bf16-stage-1-accumulation", optim="muon", bf16=True, zero_stage=1, grad_accum_dtype="fp32"),
-    # -- optimizers of libraries -------------------------------------------------------------------------------------
     keeps("modules-need-low-rank", client_optimizer="an object", optim_target_modules="all-linear"),
     breaks("modules-need-low-rank", optim="adafactor", zero_stage=0, optim_target_modules="all-linear"),
     keeps("optimizer-needs-bitsandbytes", optim="adafactor", zero_stage=0, environment=machine("bitsandbytes")),
     keeps("optimizer-needs-whole-matrices", optim="adamw_8bit", zero_stage=0, **_TWO_SLICES),
+    breaks("optimizer-needs-whole-matrices", optim="adafactor", zero_stage=0, **_TWO_PARTS),
     keeps("schedule-free-needs-float32", optim="adafactor", zero_stage=0, bf16=True),
     keeps("schedule-free-counts-warmup", optim="adafactor", zero_stage=0, warmup_steps=0.1),
     # -- tensor parallelism ------------------------------------------------------------------------------------------

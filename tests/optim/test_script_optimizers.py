@@ -80,13 +80,13 @@ def groups(layers: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(layer.parameters())} for layer in layers.children()]
 
 
-def refusal(make: Callable[[nn.Module], Any], stage: int, tensor_parallel: int = 1) -> str:
+def refusal(make: Callable[[nn.Module], Any], stage: int, *sizes: int) -> str:
     layers = model()
     optimizer = make(layers)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)  # the rate of a warmup; wraps step()
     before, random = [p.detach().clone() for p in layers.parameters()], torch.get_rng_state()
     try:
-        check_divided_updates(optimizer, stage, tensor_parallel)
+        check_divided_updates(optimizer, stage, *(sizes or (1,)))
     except ConfigError as error:
         return str(error)
     finally:
@@ -106,7 +106,7 @@ def refusal(make: Callable[[nn.Module], Any], stage: int, tensor_parallel: int =
 )
 def test_an_update_that_needs_whole_tensors(make: Any) -> None:
     assert refusal(make, 0) == ""
-    for text in (refusal(make, 1), refusal(make, 3), refusal(make, 0, tensor_parallel=2)):
+    for text in (refusal(make, 1), refusal(make, 3), refusal(make, 0, 2), refusal(make, 0, 1, 2)):
         assert "depends on whole tensors" in text and "zero_stage=0" in text
 
 

@@ -34,6 +34,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "one of the weights": {"target_modules": [], "target_parameters": STACKED[1:]},
     "both": {"target_modules": ["q_proj", "v_proj"], "target_parameters": STACKED},
     "dense": {"target_modules": ["q_proj", "v_proj"]},
+    "whole copies": {"target_modules": ["q_proj"], "modules_to_save": ["experts"]},
 }
 
 
@@ -115,6 +116,8 @@ DEFAULT = [Case(2, 2, 1, "both"), Case(2, 2, 3)]
 MORE = [
     Case(2, 2, 0),
     Case(2, 2, 2, "dense"),
+    Case(2, 2, 1, "whole copies"),
+    Case(2, 2, 3, "whole copies"),
     Case(2, 2, 3, "dense"),
     Case(2, 2, 0, "dense"),
     Case(4, 2, 2, "both", changes={"gradient_accumulation_steps": 2}),

@@ -169,10 +169,10 @@ LIBRARY_OPTIMIZERS = (
     Rule(
         "optimizer-needs-whole-matrices",
         _LIBRARY_TOPIC,
-        ("optim", "tensor_parallel.autotp_size"),
-        _with(lambda c, row: bool(row.shape) and c.layout.tp > 1),
-        "this optimizer's update depends on the shape of each tensor, and tensor parallelism partitions them",
-        "Set tensor_parallel_size=1, or use optim=adamw_torch.",
+        ("optim", "tensor_parallel.autotp_size", "expert_parallel_size"),
+        _with(lambda c, row: bool(row.shape) and c.layout.tp * c.layout.ep > 1),
+        "this optimizer's update depends on the shape of each tensor, and tensor and expert parallelism partition them",
+        "Set tensor_parallel_size and expert_parallel_size to 1, or use optim=adamw_torch.",
     ),
     Rule(
         "schedule-free-needs-whole-weights",

@@ -340,10 +340,10 @@ TENSOR = (
     Rule(
         "lamb-needs-whole-matrices",
         _TENSOR_TOPIC,
-        ("optimizer.type", "tensor_parallel.autotp_size"),
-        lambda c: c.optimizer == "lamb" and c.layout.tp > 1,
-        "Lamb scales the update of each tensor by its norm, and tensor parallelism partitions the tensors: the results "
-        "would differ",
-        "Set tensor_parallel_size=1, or use optim=adamw_torch.",
+        ("optimizer.type", "tensor_parallel.autotp_size", "expert_parallel_size"),
+        lambda c: c.optimizer == "lamb" and c.layout.tp * c.layout.ep > 1,
+        "Lamb scales the update of each tensor by its norm, and tensor and expert parallelism partition tensors: the "
+        "results would differ",
+        "Set tensor_parallel_size and expert_parallel_size to 1, or use optim=adamw_torch.",
     ),
 )

@@ -59,9 +59,13 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "num_experts")
-        and (hasattr(module, "_is_expert_parallel") or getattr(module, "divides_experts", False))
+        if hasattr(module, "num_experts")  # and is no wrapper of peft's modules_to_save, which has those of its module
+        and ("_is_expert_parallel" in vars(module) or _own(module, "divides_experts"))
     }
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    return vars(module).get(name, getattr(type(module), name, None))
 
 
 def divided_layers(model: nn.Module) -> dict[str, Any]:

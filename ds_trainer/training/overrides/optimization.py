@@ -199,4 +199,4 @@ def check_optimizer(trainer: TrainerProtocol, config: CompiledConfig, layout: Pa
         )
     check_weight_swapping(optimizer, config.zero_stage, config.precision.dtype)
     if library_optimizer(trainer.args) is None:
-        check_divided_updates(optimizer, config.zero_stage, layout.tp)
+        check_divided_updates(optimizer, config.zero_stage, layout.tp, layout.ep)
