@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return DONE
     launch_slurm.refuse_without_slurm(options)
     if request.target.is_recipe:
-        load_recipe(request.target.path, args)  # otherwise every rank would report its problems, seconds later
+        load_recipe(request.target.path, args, runs=True)  # otherwise every rank would report its problems, later
     if options.dry_run:
         print_command(request)
         return DONE

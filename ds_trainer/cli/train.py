@@ -76,7 +76,7 @@ def configure_profile(parser: argparse.ArgumentParser, args: Sequence[str]) -> N
 
 def run_profile(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train the first steps of a recipe, and keep nothing but their profile; returns the exit code."""
-    output = str(load_recipe(options.recipe, overrides).training_arguments().output_dir).rstrip("/")
+    output = str(load_recipe(options.recipe, overrides, runs=True).training_arguments().output_dir).rstrip("/")
     values = {
         "output_dir": f"{output}-profile",
         "max_steps": _WARMUP_STEPS + options.steps,
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
         set_cluster(request)
         return rehearse_recipe(request, overrides)
-    recipe = load_recipe(options.recipe, overrides)
+    recipe = load_recipe(options.recipe, overrides, runs=True)
     if options.dashboard and sys.stdout.isatty():  # in a file, the lines of the run are what can be read
         directory = Path(str(recipe.training_arguments().output_dir))
         return train_with_dashboard(["train", options.recipe, *overrides], directory)

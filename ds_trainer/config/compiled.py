@@ -211,7 +211,7 @@ class CompiledConfig:
     @property
     def uses_deepspeed_compiler(self) -> bool:
         """Whether DeepSpeed compiles the model itself."""
-        return bool(self.get("compile.deepcompile") or self.get("compile.autoep_non_moe"))
+        return bool(self.get("compile.deepcompile"))
 
     @property
     def vocab_parallel_lm_head(self) -> bool:

@@ -141,7 +141,7 @@ def compile_config(
         config = builder.config
         unread = [finding.sentence for finding in findings if not finding.refused]
         unused = [rule.sentence(context) for rule in broken if not rule.refuses]
-        if not collected and (unread or unused):
+        if problems is None and not collected and (unread or unused):
             logger.warning(
                 "The DeepSpeed configuration has settings without effect. %s",
                 " ".join([*([schema.without_effect(unread)] if unread else []), *unused]),

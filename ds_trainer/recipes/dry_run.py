@@ -38,7 +38,7 @@ def dry_run_of_recipe(
     Raises:
         ConfigError: ``ds-trainer train`` would raise it too.
     """
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides, runs=True)
     args, job = recipe.training_arguments(), job_of(recipe)
 
     def make(adapt: Adapt) -> Trainer:

@@ -23,7 +23,7 @@ from ds_trainer.samples.chat.page import parts
 from ds_trainer.samples.images.image_encoder import ImageCollator, ImageEncoder
 from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.sources.mixture_stream import MixtureStream
-from ds_trainer.utils.errors import ConfigError, Problems
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_json
 from ds_trainer.utils.secrets import without_secrets
 from ds_trainer.utils.units import counted
@@ -50,7 +50,7 @@ class FineTuningJob(Job):
 
     def prepare(self, args: TrainingArguments) -> Sequence[str]:
         """Read and check the model's configuration, its tokenizer, and the data."""
-        recipe, problems = self.recipe, Problems()
+        recipe, problems = self.recipe, self.problems
         with problems.collecting():
             open_text_sources(recipe.data)
         with problems.collecting():

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import ds_trainer
 from ds_trainer.callbacks.integrations import check_trackers
 from ds_trainer.checkpoint.loading.sampled_files import FILES
-from ds_trainer.config.compiler import user_settings
+from ds_trainer.config.compiler import compile_config, user_settings
+from ds_trainer.config.environment import Environment
 from ds_trainer.monitor.report.history import HISTORY_NAME
+from ds_trainer.parallel.layout import ParallelLayout
+from ds_trainer.recipes.named_files import named_file_problems
 from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import weights_directory
@@ -40,10 +43,14 @@ class Job(ABC):
 
     Args:
         recipe: what to train.
+
+    Attributes:
+        problems: what is known to be wrong. :meth:`prepare` adds to it, and reads no samples if there are any.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.problems = Problems()
 
     def arguments(self) -> TrainingArguments:
         """The arguments of the recipe. A job that uses the trainer of a library makes them in the library's class.
@@ -103,11 +110,22 @@ class Job(ABC):
             ConfigError: the recipe cannot work; lists all problems found.
         """
         began = time.perf_counter()
-        check_trackers(self.recipe.arguments.get("report_to"))
-        args = self.arguments()
+        problems = self.problems
+        with problems.collecting():
+            check_trackers(self.recipe.arguments.get("report_to"))
+        try:
+            args = self.arguments()
+        except ConfigError as error:
+            problems.extend(error.problems)
+            args = self.recipe.training_arguments()
         output_dir = Path(str(args.output_dir))
-        _check_files(args, output_dir)
-        for line in self.prepare(args):
+        _check_settings(args, output_dir, problems)
+        problems.extend(named_file_problems(self.recipe))
+        lines: Sequence[str] = ()
+        with problems.collecting():
+            lines = self.prepare(args)
+        problems.raise_if_any()
+        for line in lines:
             logger.info("%s", line)
         trainer = self.make_trainer(args)
         self.begin(trainer)
@@ -148,10 +166,12 @@ class Job(ABC):
         return results
 
 
-def _check_files(args: TrainingArguments, output_dir: Path) -> None:
-    """Refuse files that cannot be used, before data is read."""
-    problems = Problems()
-    user_settings(args, problems)
+def _check_settings(args: TrainingArguments, output_dir: Path, problems: Problems) -> None:
+    """Find settings that cannot work and files that cannot be used, before data is read."""
+    user = user_settings(args, problems)
+    if user is not None and "scheduler" not in user.value:  # a schedule may need the number of steps
+        layout = ParallelLayout.of(args, args.world_size)
+        compile_config(args, layout, device=args.device_type, environment=Environment(), problems=problems)
     with problems.collecting():
         OutputDirectory(args, args.resume_from_checkpoint)
     with problems.collecting():
@@ -164,7 +184,6 @@ def _check_files(args: TrainingArguments, output_dir: Path) -> None:
             f"output_dir={output_dir} ({args.where('output_dir')}) has a model that no run of ds_trainer wrote there "
             f"({', '.join(theirs)}), and the trained one would replace it. Set another output_dir."
         )
-    problems.raise_if_any()
 
 
 def _parts(total: float, **seconds: float) -> dict[str, float]:

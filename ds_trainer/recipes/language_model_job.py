@@ -21,7 +21,7 @@ from ds_trainer.recipes.tokenizers import Tokenizer
 from ds_trainer.samples.sources.documents import Document, read_documents
 from ds_trainer.samples.sources.files import DOCUMENT_SUFFIXES, SourceFile, find_files
 from ds_trainer.samples.sources.record import BadLines
-from ds_trainer.utils.errors import ConfigError, Problems
+from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LanguageModelJob(Job):
 
     def prepare(self, args: TrainingArguments) -> Sequence[str]:
         """Read the corpus and tokenize it; read the model's configuration."""
-        recipe, problems = self.recipe, Problems()
+        recipe, problems = self.recipe, self.problems
         with problems.collecting():
             corpus = Corpus(recipe.data)
         with problems.collecting():

@@ -38,6 +38,7 @@ from ds_trainer.arguments.training_arguments import TrainingArguments
 from ds_trainer.arguments.typed import WrongType, read_as
 from ds_trainer.arguments.yaml_reader import Located, read_command_line_value, read_yaml
 from ds_trainer.recipes.data_spec import DataSpec
+from ds_trainer.recipes.named_files import named_file_problems
 from ds_trainer.recipes.task import DistillationSpec, TaskSpec, complete_short_forms
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError, did_you_mean
@@ -177,8 +178,10 @@ SECTIONS: dict[str, type] = {
 _MOST_SUGGESTIONS = 100
 
 
-def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), runs: bool = False) -> Recipe:
     """Read the recipe ``path`` and apply ``overrides`` (arguments ``--a.b value`` or ``--a.b=value``).
+
+    If it ``runs`` here, an error lists the problems of the files that it names, too.
 
     Raises:
         ConfigError: the file cannot be read, or a value in it or in ``overrides`` cannot work; lists all problems, each
@@ -231,7 +234,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if problems:
         arguments = root.value.get("arguments")
         written = arguments.value if arguments is not None and isinstance(arguments.value, dict) else {}
-        raise ConfigError([*problems, *file_problems(written)])
+        named = named_file_problems(recipe) if runs and {"model", "data", "distillation"} <= readable else ()
+        raise ConfigError([*problems, *file_problems(written), *named])
     return recipe
 
 

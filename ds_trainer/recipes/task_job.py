@@ -36,6 +36,7 @@ class TaskJob(Job):
 
     def prepare(self, args: TrainingArguments) -> Sequence[str]:
         """Read and check the samples."""
+        self.problems.raise_if_any()
         seed = args.seed if args.data_seed is None else args.data_seed
         self.data = read_task_data(self.recipe.data, self.reading(), int(seed))
         trained, evaluated = len(self.data.train), 0 if self.data.eval is None else len(self.data.eval)

@@ -42,7 +42,10 @@ _ABOUT = _set(  # hub_token_file, password_length: what is named is no secret
     "file files path paths dir directory name names count length size limit policy type types field env variable "
     "required enabled url endpoint provider method mode scheme id ids index column expires expiry ttl sock"
 )
-_COMPOUNDS = (("connection", "string"), ("webhook", "url"), ("session", "id"), ("secret", "id"), ("set", "cookie"))
+_COMPOUNDS = [
+    tuple(pair.split())
+    for pair in ("connection string", "access signature", "webhook url", "session id", "secret id", "set cookie")
+]
 
 
 @functools.lru_cache(maxsize=4096)

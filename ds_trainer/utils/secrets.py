@@ -62,7 +62,7 @@ _SCHEME = re.compile(r"\b((?i:bearer|basic))\s+(?=[^\s\"',]*(?:[\d=+/]|[a-z][A-Z
 _URL_VALUE = re.compile(
     r"(?i)(?<=[?&;])((?:x-amz-|x-goog-)?(?:sig|signature|credential|key|code|sessionid))=[^&\s\"'<>]+"
 )
-_SEPARATOR = re.compile(r"""(?P<quote>\\{0,8}["']?)[ \t]{0,8}(?:=>|:=|[:=])[ \t]*""")
+_SEPARATOR = re.compile(r"""(?P<quote>\\{0,8}["']?)[ \t]{0,8}(?:=>|:=|[:=])[ \t]*(?:!!?\w{1,16}[ \t]+)?""")
 _NAME_CHARACTERS = f"{string.ascii_letters}{string.digits}_.$-"
 _QUOTED = re.compile(
     r"""(?:\w{1,32}\(|[bru])?(?:(?:\\{0,4}"){3}[^"]+"(?:\\{0,4}"){2}|(?P<mark>\\{1,8}["'])[^\n]*?(?P=mark)|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
@@ -223,9 +223,9 @@ def redacted(text: str) -> str:
     own = _values_of_words(tuple(sys.orig_argv))
     for secret in sorted({*_known, *_of_environment(), *own}, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
-    text = (_ESCAPED_SHAPE if "\\" in text or "%" in text else _SHAPE).sub(_HIDDEN, text)
-    if "://" in text:
+    if "://" in text:  # first, because a user's name may have the shape of a key
         text = _URL_CREDENTIALS.sub(_HIDDEN, text)
+    text = (_ESCAPED_SHAPE if "\\" in text or "%" in text else _SHAPE).sub(_HIDDEN, text)
     text = _SCHEME.sub(rf"\1 {_HIDDEN}", _URL_VALUE.sub(rf"\1={_HIDDEN}", text))
     text = _PLACES.sub(lambda match: f"{match[match.lastindex or 0]}{_HIDDEN}", text)
     text = _NAME_AND_VALUE.sub(

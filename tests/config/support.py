@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ds_trainer.arguments.training_arguments import TrainingArguments
@@ -31,19 +33,27 @@ def compiled(
     return compile_config(args, layout, shape, device, client_optimizer, environment, total_steps)
 
 
-def said(**arguments: Any) -> list[str]:
-    """The problems of ``arguments`` for :func:`compiled`, or else the warnings about settings without effect."""
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """The warnings about settings without effect, in a list that grows."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("ds_trainer.config")
     logger.addHandler(handler)
     try:
-        compiled(**arguments)
-    except ConfigError as error:
-        return error.problems
+        yield said
     finally:
         logger.removeHandler(handler)
+
+
+def said(**arguments: Any) -> list[str]:
+    """The problems of ``arguments`` for :func:`compiled`, or else the warnings about settings without effect."""
+    with recorded() as said:
+        try:
+            compiled(**arguments)
+        except ConfigError as error:
+            return error.problems
     return said
 
 

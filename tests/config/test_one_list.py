@@ -10,6 +10,7 @@ import pytest
 
 from ds_trainer.arguments.parser import HfArgumentParser
 from ds_trainer.arguments.training_arguments import TrainingArguments
+from ds_trainer.recipes.jobs import job_of
 from ds_trainer.recipes.recipe import load_recipe
 from ds_trainer.utils.errors import ConfigError
 from tests.config.support import said
@@ -137,3 +138,54 @@ def test_arguments_and_their_file_are_in_one_list(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_recipe(recipe)
     assert [problem.partition(": ")[0] for problem in error.value.problems] == [f"{recipe}:4", f"{recipe}:7"]
+
+
+FILES = """\
+model: {path: ./no_model}
+data:
+  train: [nowhere.jsonl]
+  max_length: 64
+  chat_template: "{% for message in messages %}{{ message.content }}"
+arguments:
+  use_cpu: true
+  report_to: none
+"""
+OF_FILES = [
+    "r.yaml:1: model.path: './no_model' is not a directory",
+    "data.train: 'nowhere.jsonl' does not exist",
+    "chat_template, line 1: the chat template cannot be parsed",
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (  # which no recipe may have: read before anything of the run is imported
+            "  max_grad_norm: -1\n  deepspeed: {zero_optimization: {stge: 1}}\n",
+            ["max_grad_norm=-1.0", "unknown key zero_optimization.stge", *OF_FILES],
+        ),
+        (  # which cannot run here
+            "  zero_stage: 2\n  offload_param: cpu\n  deepspeed: {aio: {use_gds: true}}\n  output_dir: theirs\n",
+            ["parameter offload needs ZeRO stage 3", "aio.use_gds", "has a model that no run", *OF_FILES],
+        ),
+        ("  fp16: true\n", ["fp16 needs a GPU", *OF_FILES]),
+        ("  seed: 1\n", OF_FILES),
+    ],
+)
+@pytest.mark.parametrize("task", ["", "task: dpo\n"])
+def test_a_recipe_and_its_files_are_in_one_list(
+    arguments: str, wanted: list[str], task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The DeepSpeed file, arguments, model, data and chat template, though each of them alone ends the run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(FILES + arguments + task)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as error:
+        job_of(load_recipe("r.yaml", runs=True)).run()
+    problems = error.value.problems
+    if task:  # what a library's trainer needs
+        problems = [problem for problem in problems if "Task dpo" not in problem]
+    assert len(problems) == len(wanted), problems
+    for part in wanted:
+        assert sum(part in problem for problem in problems) == 1, (part, problems)

@@ -62,6 +62,7 @@ _NO_NORM = zero(compute_grad_norm=False)
 _INT4 = zero(zero_quantized_gradients=True)
 _NVME = {"device": "nvme", "nvme_path": "/nvme"}
 _TWO_SLICES = {"world": 2, "tensor_parallel_size": 2}
+_LIGER = {"vocab_parallel_ce_backend": "liger", "vocab_parallel_lm_head": True}
 _ZENFLOW = {"zero_stage": 3, "device": "cuda", "deepspeed": zero(zenflow={"topk_ratio": 0.1})}
 _BARE = Environment(version=lambda package: None)
 _DS_ADAM: dict[str, Any] = {"optim_args": "torch_adam=False"}
@@ -272,12 +273,9 @@ CASES = [
     keeps("schedule-free-needs-float32", optim="adafactor", zero_stage=0, bf16=True),
     keeps("schedule-free-counts-warmup", optim="adafactor", zero_stage=0, warmup_steps=0.1),
     # -- tensor parallelism ------------------------------------------------------------------------------------------
-    keeps("tensor-parallel-inference-kernels", deepspeed={"tensor_parallel": {"replace_with_kernel_inject": True}}),
-    keeps(
-        "tensor-parallel-inference-kernels",
-        deepspeed={"tensor_parallel": {"replace_with_kernel_inject": False}},
-        **_TWO_SLICES,
-    ),
+    breaks("tensor-parallelism-of-one-rank", deepspeed={"tensor_parallel": {**_LIGER, "kernel_inject": True}}),
+    keeps("tensor-parallel-inference-kernels", deepspeed={"tensor_parallel": {"kernel_inject": False}}, **_TWO_SLICES),
+    keeps("parallel-loss-needs-parallel-head", deepspeed={"tensor_parallel": _LIGER}, **_TWO_SLICES),
     # -- the Trainer -------------------------------------------------------------------------------------------------
     *(breaks("pipeline-of-one-stage", deepspeed={"pipeline": {"stages": stages}}) for stages in (1, "auto")),
     keeps("weight-quantization-in-training"),

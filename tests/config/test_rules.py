@@ -270,6 +270,23 @@ EXAMPLES: dict[str, Example] = {
         {**_TP2, "deepspeed": {"tensor_parallel": {"injection_policy_tuple": ["fc2"]}}},
         {"deepspeed": None},
     ),
+    "tensor-parallelism-of-one-rank": Example({"deepspeed": {"tensor_parallel": {"tp_overlap_comm": True}}}, _TP2),
+    "tensor-parallel-slices-are-placed": Example(
+        {**_TP2, "deepspeed": {"tensor_parallel": {"keep_module_on_host": True}}},
+        {"deepspeed": {"tensor_parallel": {"keep_module_on_host": False}}},
+    ),
+    "parallel-loss-needs-parallel-head": Example(
+        {**_TP2, "deepspeed": {"tensor_parallel": {"vocab_parallel_ce_backend": "liger"}}},
+        {"deepspeed": {"tensor_parallel": {"vocab_parallel_ce_backend": "torch"}}},
+    ),
+    "direct-storage-needs-gpu": Example({"deepspeed": {"aio": {"use_gds": True}}}, {"device": "cuda"}),
+    "data-efficiency-without-a-method": Example(
+        {"deepspeed": {"data_efficiency": {"data_routing": {"enabled": True}}}},
+        {"deepspeed": {"data_efficiency": {"data_routing": {"enabled": False}}}},
+    ),
+    "compiled-regions-need-autoep": Example(
+        {"deepspeed": {"compile": {"autoep_non_moe": True}}}, {"deepspeed": {"compile": {"autoep_non_moe": False}}}
+    ),
     "lamb-needs-whole-matrices": Example(
         {**_TP2, "zero_stage": 0, "device": "cuda", "deepspeed": {"optimizer": {"type": "Lamb"}}},
         {"tensor_parallel_size": 1},

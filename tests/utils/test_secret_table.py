@@ -54,6 +54,8 @@ COMMANDS: list[list[str]] = [
     ["t.py", f"--export=ALL,HF_TOKEN={S},X=1"],
 ]  # fmt: skip
 TEXTS: list[tuple[str, str]] = [
+    (f"s3://AKIAIOSFODNN7EXAMPLE:{S}@bucket/x", S), (f"https://hf_{LONG}:{S}@host/x", S),
+    (f"SharedAccessSignature={S}", S), (f"auth_token: !!str {S}", S),
     ("hf_" + LONG, LONG), ("sk-proj-" + LONG, LONG), ("sk-ant-api03-" + LONG, LONG), ("ghp_" + LONG, LONG),
     ("github_pat_11A_" + LONG, LONG), ("glpat-" + LONG, LONG), ("xoxb-1234567890-" + LONG, LONG),
     ("AKIAIOSFODNN7EXAMPLE " + AWS, AWS), ("AKIAIOSFODNN7EXAMPLE", "IOSFODNN7"), ("AIza" + LONG + "abcdefg", LONG),

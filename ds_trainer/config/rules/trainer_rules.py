@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from ds_trainer.config.rules.rule_context import Rule, RuleContext
 
+_DATA_EFFICIENCY = (
+    "data_efficiency.enabled",
+    *(f"data_efficiency.data_sampling.{key}.enabled" for key in ("curriculum_learning", "dynamic_batching")),
+    "data_efficiency.data_routing.random_ltd.enabled",
+)
 _ZEROPP = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
 
 
@@ -97,12 +102,25 @@ TRAINER = (
         "Remove managed_gradient_accumulation.",
     ),
     Rule(
+        # DeepSpeed reads the inner blocks whether or not data_efficiency itself is enabled.
         "data-efficiency",
         "Settings that the Trainer manages",
-        ("data_efficiency.enabled",),
-        lambda c: c.on("data_efficiency.enabled"),
+        _DATA_EFFICIENCY,
+        lambda c: any(c.on(path) for path in _DATA_EFFICIENCY),
         "the Trainer decides the order of samples",
         "Remove data_efficiency, and put the dataset in the order that you want.",
+    ),
+    Rule(
+        "data-efficiency-without-a-method",
+        "Settings that the Trainer manages",
+        ("data_efficiency",),
+        lambda c: (
+            any(c.on(f"data_efficiency.{key}.enabled") for key in ("data_sampling", "data_routing"))
+            and not any(c.on(path) for path in _DATA_EFFICIENCY)
+        ),
+        "no method in data_efficiency is enabled",
+        "Remove it.",
+        refuses=False,
     ),
     Rule(
         "pipeline",
@@ -153,6 +171,14 @@ TRAINER = (
         lambda c: c.on("expert_parallel.enabled"),
         "DeepSpeed's AutoEP replaces routers and renames the weights of experts, which checkpoints and exports rely on",
         "Remove expert_parallel, and set expert_parallel_size.",
+    ),
+    Rule(
+        "compiled-regions-need-autoep",
+        "Settings that the Trainer manages",
+        ("compile.autoep_non_moe",),
+        lambda c: c.on("compile.autoep_non_moe"),
+        "it compiles what lies between the layers of DeepSpeed's AutoEP, which the Trainer does not use",
+        "Remove compile.autoep_non_moe, and set torch_compile.",
     ),
     Rule(
         "experts-without-zeropp",

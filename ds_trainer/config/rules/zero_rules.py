@@ -141,6 +141,14 @@ ZERO = (
         "Set it to the number of GPUs per node.",
     ),
     Rule(
+        "direct-storage-needs-gpu",
+        "ZeRO",
+        ("aio.use_gds",),
+        lambda c: c.on("aio.use_gds") and c.on_cpu,
+        "GPUDirect Storage needs a GPU, and this job runs on CPUs",
+        "Remove aio.use_gds.",
+    ),
+    Rule(
         # partition_parameters.py, _partition_param_sec: torch.empty(..., device="nvme").
         "hpz-without-nvme-parameters",
         "ZeRO",
@@ -319,6 +327,36 @@ def _is_set(context: RuleContext, key: str) -> bool:
 
 
 TENSOR = (
+    Rule(
+        "tensor-parallelism-of-one-rank",
+        _TENSOR_TOPIC,
+        ("tensor_parallel",),
+        lambda c: c.layout.tp == 1 and c.get("tensor_parallel") is not None,
+        "DeepSpeed reads tensor_parallel if it partitions weights, and every rank has all of them",
+        "Set tensor_parallel_size, or remove it.",
+        refuses=False,
+    ),
+    Rule(
+        "tensor-parallel-slices-are-placed",
+        _TENSOR_TOPIC,
+        ("tensor_parallel.keep_module_on_host",),
+        lambda c: _is_set(c, "keep_module_on_host"),
+        "the Trainer moves one slice of a weight at a time to the device",
+        "Remove it.",
+        refuses=False,
+    ),
+    Rule(
+        "parallel-loss-needs-parallel-head",
+        _TENSOR_TOPIC,
+        ("tensor_parallel.vocab_parallel_ce_backend", "tensor_parallel.vocab_parallel_lm_head"),
+        lambda c: (
+            c.layout.tp > 1
+            and c.get("tensor_parallel.vocab_parallel_ce_backend", "torch") != "torch"
+            and not c.config.vocab_parallel_lm_head
+        ),
+        "this loss reads the logits of a head whose vocabulary is partitioned",
+        "Set tensor_parallel.vocab_parallel_lm_head to true, or remove vocab_parallel_ce_backend.",
+    ),
     Rule(
         "tensor-parallel-inference-kernels",
         _TENSOR_TOPIC,

@@ -80,7 +80,7 @@ def load_template(given: str | None, tokenizer: Any) -> str:
         tokenizer: a Hugging Face tokenizer.
 
     Raises:
-        ConfigError: nothing of this is found.
+        ConfigError: nothing of this is found, or its syntax is wrong.
     """
     own = getattr(tokenizer, "chat_template", None)
     if given is None:
@@ -93,18 +93,43 @@ def load_template(given: str | None, tokenizer: Any) -> str:
             )
         return str(own)
     if "{{" in given or "{%" in given:
-        return given
+        return _parsed(given, "chat_template")
     if given in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[given]
     if isinstance(own, dict) and given in own:
         return str(own[given])
     if exists(given):
-        return read_user_file(given, f"The chat template {given!r}", "Jinja file")
+        return _parsed(read_user_file(given, f"The chat template {given!r}", "Jinja file"), given)
     names = [*NAMED_TEMPLATES, *(own if isinstance(own, dict) else ())]
     raise ConfigError(
         f"chat_template={shortened(given)!r} is neither a template's name ({', '.join(names)}), nor a file that "
         f"exists, nor the text of a template.{did_you_mean(given, names)}"
     )
+
+
+def _parsed(template: str, name: str) -> str:
+    """``template``, whose syntax is right; ``generation`` is a tag of transformers."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  (jinja2 reads it of the class)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        jinja2.Environment(extensions=[Generation, loopcontrols]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{name}, line {error.lineno}: the chat template cannot be parsed: {error.message}"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: the chat template is nested too deeply.") from error
+    return template
 
 
 def has_markers(template: str) -> bool:

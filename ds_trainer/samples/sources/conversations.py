@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.samples.sources.images import check_images, type_name
-from ds_trainer.samples.sources.marks import ReadKeys
+from ds_trainer.samples.sources.marks import ReadKeys, refuse_bad_answer
 from ds_trainer.samples.sources.record import BadRecord
 from ds_trainer.utils.errors import did_you_mean
 from ds_trainer.utils.files import parse_json
@@ -215,6 +215,8 @@ def _trained(turn: ReadKeys, answers: bool, name: str) -> dict[str, bool]:
             if value not in (0, 1):
                 raise BadRecord(f"{name}: {key!r} must be true or false, got {value!r}")
             marks.append(bool(value))
+    if answers and all(marks) and "rejected" not in name:  # of a pair, whose worse side has such marks
+        refuse_bad_answer(turn, f"{name}: ")
     return {"train": all(marks)} if marks else {}
 
 

@@ -109,20 +109,25 @@ def check_marks(row: ReadKeys, kind: str, chosen: bool) -> None:
     if isinstance(boxes, Mapping) and {"bbox", "ref"} & boxes.keys():
         raise BadRecord("has 'objects', boxes that are not put into the text. Write them there in the model's own form")
     if kind != "preference":
-        _check_answer(row, chosen)
+        refuse_bad_answer(row)
+        _refuse_other_answers(row, chosen)
 
 
-def _check_answer(row: ReadKeys, chosen: bool) -> None:
+def refuse_bad_answer(row: ReadKeys, place: str = "") -> None:
+    """Raise BadRecord if the sample, or the turn at ``place``, is marked as a bad answer."""
     for key in (*_GRADES, *_GOOD, *_BAD):
         for name in (key, f"is_{key}"):
             graded = key in _GRADES or name != key  # "chosen" alone may be a number of an answer
             says = _read_verdict(row, name, _WORDS, True) if graded else _read_verdict(row, name)
             if says is not None and says is (key in _BAD):
                 raise BadRecord(
-                    f"{name!r} is {_shown(row[name])}, which marks the answer as a bad one; this job would train on it "
-                    "as a good one. Leave such samples out, or pair them with good answers (chosen, rejected) for task "
-                    f"dpo; if {name!r} is no such mark, rename it"
+                    f"{place}{name!r} is {_shown(row[name])}, which marks the answer as a bad one; this job would "
+                    "train on it as a good one. Leave such samples out, or pair them with good answers (chosen, "
+                    f"rejected) for task dpo; if {name!r} is no such mark, rename it"
                 )
+
+
+def _refuse_other_answers(row: ReadKeys, chosen: bool) -> None:
     if chosen:
         return
     for key, value in ((key, row.peek(key)) for key in row if isinstance(key, str)):

@@ -40,6 +40,26 @@ def model_directory(
     Raises:
         ConfigError: it is neither a directory nor an accessible repository.
     """
+    directory = local_directory(name_or_path, subfolder)
+    if directory is not None:
+        return directory
+    return _Download(
+        name=name_or_path,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        subfolder=subfolder,
+        local_files_only=local_files_only,
+        weights=weights,
+    ).directory()
+
+
+def local_directory(name_or_path: str, subfolder: str = "") -> Path | None:
+    """The directory that ``name_or_path`` is; None if it may be the name of a Hub repository.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     path = user_path(name_or_path, f"The model {name_or_path!s}")
     if (problem := directory_problem(path)) not in (None, "is a file"):
         raise ConfigError(f"{name_or_path!r} {problem}. Pass the directory of a saved model.")
@@ -63,15 +83,7 @@ def model_directory(
             f"{name_or_path!r} is not a directory (working directory: {Path.cwd()}) and not a valid repository name."
             f"{near} Pass the directory of a saved model, or a Hub repository such as 'me/my-model'."
         )
-    return _Download(
-        name=name_or_path,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        subfolder=subfolder,
-        local_files_only=local_files_only,
-        weights=weights,
-    ).directory()
+    return None
 
 
 class _Download:

@@ -67,6 +67,16 @@ def test_marked_samples_are_refused_by_name(tmp_path: Path, sample: Any, mark: A
     assert problems[0].startswith(f"2: {says}")
 
 
+def test_a_turn_that_is_marked_as_a_bad_answer_is_refused_or_not_trained_on(tmp_path: Path) -> None:
+    question, answer = CHAT["messages"][0], CHAT["messages"][-1]
+    bad = {**answer, "content": "c", "label": False}
+    rejected = {"prompt": [question], "chosen": [answer], "rejected": [bad]}
+    trained = {"messages": [{**question, "label": 0}, {**bad, "train": False}, question, answer]}
+    assert read(tmp_path, trained)[1] == read(tmp_path, rejected)[1] == []
+    (problem,) = read(tmp_path, CHAT, {"messages": [question, answer, question, bad]})[1]
+    assert problem.startswith("2: turn 4 of 'messages': 'label' is false, which marks")
+
+
 @pytest.mark.parametrize(
     "mark",
     [{"kto_tag": True}, {"label": 1}, {"label": "true"}, {"is_good": True}, {"rejected": False}, {"weight": 1.0}],
