@@ -182,3 +182,14 @@ def test_adapters_that_cannot_be_divided_are_refused() -> None:
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj_bias"])
     (problem,) = expert_problems(peft.get_peft_model(mixture("gpt_oss"), config), 2)
     assert "mlp.experts" in problem and "adapters that cannot be divided" in problem and "target_parameters" in problem
+
+
+def test_matrices_of_all_experts_are_refused_with_muon() -> None:
+    """It makes each matrix orthogonal: a factor of all experts, but each expert of a stacked weight by itself."""
+    adapted = Adapted("qwen3_moe", "experts")()
+    assert expert_problems(adapted, 2) == expert_problems(Adapted("qwen3_moe", "dense")(), 2, 2, "Muon") == []
+    for model in (adapted, mixture("gpt_oss")):
+        (problem,) = expert_problems(model, 2, 2, "Muon")
+        assert "optim=muon: " in problem and "has matrices with rows of all experts" in problem
+    biases = [p.requires_grad_(False) for name, p in model.named_parameters() if "experts" in name and p.dim() == 2]
+    assert biases and expert_problems(model, 2, 2, "Muon") == []

@@ -151,17 +151,17 @@ ALL = 64 * 2 * 256 * 128
 """Elements of the first projections of all experts of a layer."""
 
 
-def _load(directory: str, stage: int, experts: int) -> tuple[int, dict[str, torch.Tensor], float]:
-    """The largest tensor of a run from files, the weights that it has read, and its first loss."""
+def _load(directory: str, stage: int, experts: int) -> tuple[int, dict[str, torch.Tensor], float, int]:
+    """The largest tensor of a run from files, the weights that it has read, its first loss, bytes read by all ranks."""
     arguments: dict[str, Any] = dict(zero_stage=stage, expert_parallel_size=experts, max_steps=1, learning_rate=0.0)
     arguments |= dict(use_cpu=True, save_strategy="no", self_test="never", logging_steps=1)
     trainer = Trainer(directory, TrainingArguments(f"{directory}/run", **arguments), train_dataset=samples())
     assert all(parameter.is_meta for parameter in trainer.model.parameters())
     with Largest() as largest:
-        trainer.train()
+        read = trainer.train().metrics["load_bytes_read"]
     report = compatibility_of(trainer)
     trainer.engine.close()
-    return largest.elements, report.weights, report.losses[0]
+    return largest.elements, report.weights, report.losses[0], read
 
 
 @pytest.mark.extended
@@ -183,7 +183,8 @@ def test_no_rank_holds_all_experts(form: str, stage: int, tmp_path: Path) -> Non
     whole = pool(4).run(_load, str(tmp_path), stage, 1)
     assert whole[0][0] >= ALL  # so it would be noticed
     divided = pool(4).run(_load, str(tmp_path), stage, 4)
-    for largest, found, loss in divided:
+    for largest, found, loss, read in divided:
+        assert read == sum(weight.nbytes for weight in weights.values())  # by one rank each
         assert weight_distance(found, weights) == 0
         assert loss == pytest.approx(whole[0][2], rel=1e-6)
         assert largest < ALL / 2

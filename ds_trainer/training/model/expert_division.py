@@ -43,6 +43,10 @@ _ADAPTED = (
     "expert_parallel_size={size}: {name} has adapters that cannot be divided with its experts. Use LoRA with "
     "target_parameters that have a dimension for each of experts, inputs and outputs, or set expert_parallel_size=1."
 )
+_MUON = (
+    "expert_parallel_size={size} and optim=muon: {name} has matrices with rows of all experts (biases or LoRA), whose "
+    "update depends on the whole. Freeze them, set optim=adamw_torch, or expert_parallel_size=1."
+)
 _BYPASSED = (
     "expert_parallel_size: {name} has run without sending tokens to the ranks that hold their experts, so something "
     "has replaced its forward, such as use_liger_kernel=True. Remove that, or set expert_parallel_size=1."
@@ -73,8 +77,11 @@ def divided_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if EXCHANGE in vars(module)}
 
 
-def expert_problems(model: nn.Module, size: int, ranks: int = 0) -> list[str]:
-    """Reasons why the experts of ``model`` cannot be divided by ``size`` of ``ranks`` ranks, one sentence each."""
+def expert_problems(model: nn.Module, size: int, ranks: int = 0, optimizer: str | None = None) -> list[str]:
+    """Reasons why the experts of ``model`` cannot be divided by ``size`` of ``ranks`` ranks, one sentence each.
+
+    ``optimizer`` is DeepSpeed's type.
+    """
     if any(is_expert(parameter) for parameter in model.parameters()):
         return []  # they are divided
     layers = expert_layers(model)
@@ -87,6 +94,9 @@ def expert_problems(model: nn.Module, size: int, ranks: int = 0) -> list[str]:
             return [_UNEVEN.format(size=size, experts=experts, name=name, sizes=sizes)]
         if any(getattr(w, "num_experts", 0) != experts or not hasattr(w, "lora_A") for w in _wrappers(model, name)):
             return [_ADAPTED.format(size=size, name=name)]
+        matrices = any(weight.dim() == 2 and weight.requires_grad for weight in module.parameters(recurse=False))
+        if (optimizer or "").lower() == "muon" and (matrices or [*_wrappers(model, name)]):  # stacked weights are apart
+            return [_MUON.format(size=size, name=name)]
     return []
 
 

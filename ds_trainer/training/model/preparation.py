@@ -67,7 +67,7 @@ def check_model(
     if layout.ep > 1:
         from ds_trainer.training.model.expert_division import expert_problems
 
-        problems += expert_problems(model, layout.ep, layout.seq_data_parallel_size)
+        problems += expert_problems(model, layout.ep, layout.seq_data_parallel_size, compiled.optimizer_type)
     if quantized_parameters(model):
         from ds_trainer.training.model.quantized_model import quantized_problems
 
