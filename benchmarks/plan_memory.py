@@ -43,7 +43,7 @@ PHASES = ("engine", "forward", "loss", "head", "layers", "end_of_backward", "ste
 MOMENTS = PHASES[1:7]
 OF_PHASE = (  # of each moment of the planner
     *("forward", "loss", "head", "head", "layers", "layers"),
-    *("end_of_backward", "end_of_backward", "step", "step", "evaluation", "between"),
+    *("end_of_backward", "end_of_backward", "step", "evaluation", "between"),
 )
 LATE = ("optimizer states", "accumulated gradients")  # made in the first step
 
@@ -199,11 +199,9 @@ def predicted(case: Case) -> dict[str, float]:
     early = sum(size for item, size in (*states.items(), *offloaded.items()) if item not in LATE)
     found = {"between": sum(states.values()) + host, "engine": early}
     memory = estimate_memory(model, run)
-    snapshot = memory.host_items.get("snapshot of a save", 0.0)
-    found["save"] = found["between"] + snapshot
+    found["save"] = found["between"] + memory.host_items.get("snapshot of a save", 0.0)
     for phase, moment in zip(OF_PHASE, memory.moments, strict=True):
         found[phase] = max(found.get(phase, 0.0), moment.total + host)
-    found["evaluation"] += snapshot  # of the save before it
     return found
 
 

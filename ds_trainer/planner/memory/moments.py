@@ -7,13 +7,12 @@
     backward, middle    that of the layer after the first reduction of gradients
     backward, last      that of the first layer: all other gradients exist
     reduction           of the last gradients: the activations are gone
-    gradient norm       it is computed in float64, one gradient at a time
     optimizer step      gradients are converted for the optimizer
     evaluation          a forward pass without gradients
     between steps       when the model is loaded, saved (the snapshot is in host memory) or resumed
 
 Sources: DeepSpeed 0.19.8, ``stage_1_and_2.py`` (``setup_buckets``, ``copy_grads_in_partition``, ``allreduce_bucket``,
-``step``), ``stage3.py`` (``_prepare_fp32_grad_for_sub_group``), ``utils.py`` (``get_norm_dtype``),
+``step``), ``stage3.py`` (``_prepare_fp32_grad_for_sub_group``),
 ``partition_parameters.py`` (``AllGatherCoalescedHandle``), ``partitioned_param_coordinator.py``
 (``__params_to_release``), ``unfused_optimizer.py`` (``step``); allocations counted in ``benchmarks/plan_memory.py``.
 """
@@ -34,8 +33,8 @@ REUSE_DISTANCE = 10**9
 stay."""
 MAX_LIVE = 10**9
 """DeepSpeed's default of ``stage3_max_live_parameters``: the prefetch gathers so many ahead."""
-ALL_REDUCE_BUCKET = 5 * 10**8
-"""Elements that DeepSpeed reduces at a time without ZeRO; this package needs less, which was not measured yet."""
+ALL_REDUCE_BUCKET = 2**24
+"""Elements of ``ds_trainer.engine.whole_reduction.BUCKET``: as many gradients exist twice for a moment without ZeRO."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ MOMENTS = (
     "backward pass after the first reduction",
     "backward pass of the first layer",
     "reduction of the last gradients",
-    "gradient norm",
     "optimizer step",
     "evaluation",
     "loading, save, resume",
@@ -125,7 +123,6 @@ def shared_items(states: Items, host: Items, elements: Elements, run: Candidate,
         {**before, "gathered weights": gathered.a_layer, **gradients.middle},
         {**before, "gathered weights": gathered.at_the_end, **gradients.last, **gathered.in_flight},
         {"gathered weights": gathered.at_the_end, **before, **gradients.end},
-        _norm(elements, run),
         {} if run.offload_optimizer else _update(elements, run),
         {"gathered weights": gathered.in_evaluation, "gather buffer": gathered.buffer},
         {},
@@ -152,7 +149,6 @@ def activation_items(batch: MicroBatch, after_reduction: float) -> tuple[Items, 
         {"activations": batch.kept, **last},
         {"activations": batch.layer + after_reduction * (batch.kept - batch.layer), **layer},
         {"activations": batch.layer, **layer},
-        {},
         {},
         {},
         {"evaluation": batch.evaluation},
@@ -217,10 +213,10 @@ def _accumulated(elements: Elements, run: Candidate) -> dict[str, float]:
 class _Gradients:
     """Gradients and the buffers of their reduction, in bytes by name, at the moments of a backward pass.
 
-    Without ZeRO and with ZeRO 1, gradients stay until the backward pass has ended. ZeRO 1 then reduces them one by one.
-    With ZeRO 2 and 3, a gradient is copied to a bucket, which is reduced when the next gradient has no room in it; a
-    gradient that is larger than the bucket is reduced alone. From the first reduction on, ZeRO 1 and 2 have a buffer
-    for all parameters of which this rank updates a part.
+    Without ZeRO gradients stay until the backward pass has ended, as do those of earlier micro-batches with ZeRO 1.
+    Else a gradient is copied to a bucket, which is reduced when the next gradient has no room in it; a gradient that is
+    larger than the bucket is reduced alone. With ZeRO 1 and 2 a second bucket is filled meanwhile, and from the first
+    complete reduction on there is a buffer for all parameters of which this rank updates a part.
     """
 
     def __init__(self, elements: Elements, run: Candidate, layers: int) -> None:
@@ -231,7 +227,7 @@ class _Gradients:
         self.first: dict[str, float] = {}
         if run.stage == 3:
             self._with_sharded_weights(elements, run, layers)
-        elif run.stage == 2:
+        elif run.stage == 2 or (_overlaps(run) and run.accumulation == 1):
             self._with_sharded_gradients(elements, run, layers)
         else:
             self._with_whole_gradients(elements, run, layers)
@@ -254,44 +250,51 @@ class _Gradients:
         self.middle, self.last = until(1), until(0)
         self.layers_until_reduction = layers - layers / max(1, layers - 1)  # the second layer has the most gradients
         if run.stage == 0:
-            self.end = {"gradients": everything, "all-reduce": width * min(ALL_REDUCE_BUCKET, trained)}
+            bucket = 0 if run.shards == 1 else min(ALL_REDUCE_BUCKET, trained)
+            self.end = {"gradients": everything, "all-reduce": width * bucket}
             return
         # The first bucket has the gradients of the first parameters, or waits while a larger one is reduced.
         first = width * (0 if embedding > elements.bucket else elements.bucket)
+        second = {"second reduction bucket": width * elements.bucket}
         self.end = {
             "gradients": max(0.0, everything - first),
             **tied,
             **buffers,
-            **_reduction(elements, run, elements.largest),
+            **(second if _overlaps(run) else _reduction(elements, run, elements.largest)),
             "reduced gradients": 0.0 if run.offload_optimizer else width * owned_elements(elements, run),
         }
 
     def _with_sharded_gradients(self, elements: Elements, run: Candidate, layers: int) -> None:
         width = run.weight_bytes
         tied = _tied(elements, run)
+        overlaps = _overlaps(run)
         bucket = {"reduction bucket": width * elements.bucket}
+        both = dict(bucket)
+        if overlaps and elements.trainable > elements.bucket:  # the second one is filled while the first one is sent
+            both["reduction bucket"] *= 2
         owned = {"reduced gradients": 0.0 if run.offload_optimizer else width * owned_elements(elements, run)}
         first = {"gradient": width * elements.largest_in_layer, **tied, **bucket}
-        # A bucket that takes more than a layer is reduced beside fewer tensors than the most that a layer has.
-        part = 0.5 if elements.bucket >= elements.layer else 1.0
-        copies = part * _copy(elements, run, elements.layers)
-        inside = {**first, "copies for the reduction": copies}
         self.head_reduction = {**self.head, **bucket}
-        at_once = elements.head > elements.bucket and not tied
-        if at_once:
-            reduction = _reduction(elements, run, elements.head)
-            self.head_reduction |= reduction if sum(reduction.values()) > sum(owned.values()) else owned
-        else:
+        self.first, copies, reduction = first, {}, {}
+        if not overlaps:
+            # A bucket that takes more than a layer is reduced beside fewer tensors than the most that a layer has.
+            part = 0.5 if elements.bucket >= elements.layer else 1.0
+            copies = {"copies for the reduction": part * _copy(elements, run, elements.layers)}
+            reduction = _reduction(elements, run, elements.largest)
+        inside = {**first, **both, **copies, **owned}
+        end = {"gradient": width * elements.largest, **tied, **both, **reduction, **owned}
+        if elements.head <= elements.bucket or tied:
             self.layers_until_reduction = _layers_until_reduction(elements, layers)
-        self.first = {**first, **(owned if at_once else {})}
-        self.middle = self.last = {**inside, **owned}
-        self.end = {
-            "gradient": width * elements.largest,
-            **tied,
-            **bucket,
-            **_reduction(elements, run, elements.largest),
-            **owned,
-        }
+        elif overlaps:  # its gradient is being reduced until a bucket is complete
+            self.first = {**self.head, **first}
+            inside = {**self.first, **both, **owned} if elements.layers > elements.bucket else self.first
+            end |= self.head
+        else:
+            of_head = _reduction(elements, run, elements.head)
+            self.head_reduction |= of_head if sum(of_head.values()) > sum(owned.values()) else owned
+            self.first = {**first, **owned}
+        self.middle = self.last = inside
+        self.end = end
 
     def _with_sharded_weights(self, elements: Elements, run: Candidate, layers: int) -> None:
         width = run.weight_bytes
@@ -307,6 +310,11 @@ class _Gradients:
             **tied,
             **_reduction_of_sharded(elements, run, elements.largest),
         }
+
+
+def _overlaps(run: Candidate) -> bool:
+    """Whether buckets of ZeRO 1 and 2 are reduced while the backward pass goes on, in place."""
+    return run.stage in (1, 2) and run.shards > 1 and not run.offload_optimizer
 
 
 def _tied(elements: Elements, run: Candidate) -> dict[str, float]:
@@ -332,7 +340,8 @@ def owned_elements(elements: Elements, run: Candidate) -> float:
     share = elements.trained_of(run.shards)
     if run.shards == 1:
         return share
-    return min(elements.trainable, max(share, elements.largest) + elements.largest_in_layer)
+    # A rank with the end of the largest parameter fills its share with others, and has all of the last one.
+    return min(elements.trainable, elements.largest + share - elements.largest % share + elements.largest_in_layer)
 
 
 def _copy(elements: Elements, run: Candidate, waiting: int) -> float:
@@ -361,26 +370,6 @@ def _reduction(elements: Elements, run: Candidate, size: int) -> dict[str, float
     return {"float64 gradient": norm} if norm > copy else {"copies for the reduction": copy}
 
 
-def _norm(elements: Elements, run: Candidate) -> dict[str, float]:
-    """Gradients while the norm of the largest one is computed. Those that are offloaded have their norms already."""
-    if run.stage == 0 or run.offload_optimizer:
-        return {}
-    if run.stage == 3:
-        return {"float64 gradient": 8 * elements.largest / run.shards}
-    owned = owned_elements(elements, run)
-    return {
-        **_kept_by_stage_1(elements, run),
-        "gradients": run.gradient_bytes * owned,
-        "float64 gradient": 8 * min(elements.largest, elements.trained_of(run.shards)),
-    }
-
-
-def _kept_by_stage_1(elements: Elements, run: Candidate) -> dict[str, float]:
-    """ZeRO 1 in float32 keeps the gradient of a tied embedding that is larger than the bucket. Measured."""
-    keeps = run.stage == 1 and run.weight_bytes == 4 and run.shards > 1 and elements.tied > elements.bucket
-    return _tied(elements, run) if keeps else {}
-
-
 def _update(elements: Elements, run: Candidate) -> dict[str, float]:
     """Gradients in the optimizer step, in the dtype of the model, and converted."""
     width, trained = run.weight_bytes, elements.trained_of(run.zero_shards)
@@ -392,7 +381,6 @@ def _update(elements: Elements, run: Candidate) -> dict[str, float]:
         return {"flattened gradients": width * part, "float32 gradients": 4 * part if width == 2 else 0.0}
     flattened = width * trained if run.gradient_bytes == width else 0.0
     return {
-        **_kept_by_stage_1(elements, run),
         "gradients": run.gradient_bytes * owned_elements(elements, run),
         "flattened gradients": flattened,
         "float32 gradients": converted if flattened else 0.0,
