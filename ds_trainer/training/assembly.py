@@ -34,13 +34,13 @@ from ds_trainer.training.loop.source_losses import SourceLosses
 from ds_trainer.training.model.preparation import adapt_model, chunked_loss_of, compiles
 from ds_trainer.training.overrides.optimization import check_optimizer, use_optimizers
 from ds_trainer.training.protocol import TrainerProtocol
+from ds_trainer.training.resume.output_directory import write_compiled
 from ds_trainer.training.search.trial_runner import TrialRunner
 from ds_trainer.training.signatures import accepted_arguments
 from ds_trainer.training.startup.configuration import TrainerInputs, compile_run, configure
 from ds_trainer.training.startup.process_setup import configure_process
 from ds_trainer.training.telemetry import Telemetry
 from ds_trainer.utils.devices import free_memory
-from ds_trainer.utils.files import write_result
 from ds_trainer.utils.seeds import set_seed
 
 if TYPE_CHECKING:
@@ -397,4 +397,4 @@ class Assembly:
         handler = self.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         if trainer.is_world_process_zero():
-            write_result(self.output_dir / "ds_config.json", self.compiled.to_json() + "\n")
+            write_compiled(self.output_dir, self.compiled, self.args)

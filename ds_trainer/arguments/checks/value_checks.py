@@ -13,7 +13,7 @@ from ds_trainer.arguments.enums import CHOICES, DebugOption, SchedulerType, Toke
 from ds_trainer.arguments.parallelism_config import parallelism_config_problems
 from ds_trainer.arguments.redefined import is_redefined, packs
 from ds_trainer.utils.errors import ConfigError, did_you_mean
-from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.files import parse_json, path_problem, shortened
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.units import parse_size, parse_tokens
 
@@ -86,6 +86,7 @@ def value_problems(args: Any) -> Iterator[str]:
     yield from _number_problems(args)
     yield from _interval_problems(args)
     yield from _text_problems(args)
+    yield from _output_problems("" if args.output_dir is None else os.fspath(args.output_dir), args.output_dir is None)
     yield from dict_field_problems(args)
 
 
@@ -173,6 +174,15 @@ def _text_problems(args: Any) -> Iterator[str]:
     token_count = args.include_num_input_tokens_seen
     if not isinstance(token_count, bool):
         yield from _choice_problems("include_num_input_tokens_seen", token_count, TokenCount)
+
+
+def _output_problems(output_dir: str, is_default: bool) -> Iterator[str]:
+    if not is_default and not output_dir.strip():
+        yield f"output_dir={output_dir!r} is empty; name a directory ('.' is the working directory)."
+    elif problem := path_problem(output_dir):
+        yield f"output_dir={shortened(output_dir)!r} {problem}."
+    elif os.path.normpath(output_dir or ".") in ("/", "//"):
+        yield f"output_dir={output_dir!r} is the root of the file system; name a directory below it."
 
 
 def _json_problems(name: str, value: Any) -> Iterator[str]:

@@ -29,11 +29,12 @@ from ds_trainer.checkpoint.protocol.checkpoint_directory import (
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
+from ds_trainer.monitor.report.history import HISTORY_NAME
 from ds_trainer.optim.optimizer_builder import parameters_of_groups
 from ds_trainer.optim.schedule_stepping import steps_on_metric
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
-from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.files import exists, parse_json, write_result
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
 
 if TYPE_CHECKING:
@@ -46,6 +47,27 @@ AUTO_RESUME = "DS_TRAINER_AUTO_RESUME"
 
 # A job that a scheduler restarts may start while the last ranks of the previous one are still exiting.
 _EXITING_SECONDS = 120.0
+
+
+def write_compiled(directory: Path, compiled: CompiledConfig, args: TrainingArguments) -> None:
+    """Write ``ds_config.json``, what DeepSpeed is told. A file of the user that has this name is not replaced.
+
+    Raises:
+        ConfigError: it is the file that the argument ``deepspeed`` names, or it cannot be written.
+    """
+    path, text = directory / "ds_config.json", compiled.to_json() + "\n"
+    named = args.deepspeed if isinstance(args.deepspeed, (str, os.PathLike)) and exists(args.deepspeed) else None
+    if named is not None and path.exists() and os.path.samefile(os.path.expanduser(named), path):
+        if path.read_text(encoding="utf-8") == text:
+            return
+        raise ConfigError(
+            f"deepspeed={os.fspath(named)!r} ({args.where('deepspeed')}) is where the run writes its own; it "
+            "would be replaced. Name the file otherwise, or set another output_dir."
+        )
+    if path.exists() and not any((directory / name).exists() for name in (HISTORY_NAME, "latest")):
+        os.replace(path, path.with_name("ds_config.previous.json"))
+        logger.info("renamed %s, which no run of ds_trainer wrote, to ds_config.previous.json", path)
+    write_result(path, text)
 
 
 class OutputDirectory:

@@ -367,3 +367,31 @@ def test_links_to_weights_are_not_copied(tmp_path: Path) -> None:
     assert (cache / "tokenizer.json").read_text() == "theirs"
     assert (run / "weights.bin").is_symlink() and not (run / "gone.json").is_symlink()
     own_files(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("output_dir", ["", " ", "a\0b", "x" * 5000, "a/" * 3000, "~nosuchuser/x", "/", "//", "/a/.."])
+def test_what_is_no_output_directory_is_refused(output_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"^output_dir='[^\n\0]{,400}\.$"):
+        TrainingArguments(output_dir, use_cpu=True)
+
+
+def trained_beside(output_dir: str, deepspeed: str | None) -> str:
+    args = TrainingArguments(output_dir, max_steps=1, use_cpu=True, disable_tqdm=True, deepspeed=deepspeed)
+    trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(8))
+    try:
+        trainer.train()
+        trainer.engine.close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_configuration_of_the_user_is_not_replaced(tmp_path: Path, is_named: bool) -> None:
+    theirs = tmp_path / "ds_config.json"
+    theirs.write_text('{"zero_optimization": {"stage": 1}}')
+    for again in (False, True):
+        (said,) = pool(1).run(trained_beside, str(tmp_path), str(theirs) if is_named else None)
+        assert ("would be replaced" in said) is is_named, (said, again)
+    kept = theirs if is_named else tmp_path / "ds_config.previous.json"
+    assert kept.read_text() == '{"zero_optimization": {"stage": 1}}'
