@@ -139,8 +139,6 @@ class PretrainedTokenizer:
 def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer ``name`` of a recipe: ``bytes``, or a directory (with a Hugging Face or a saved byte tokenizer).
 
-    ``key`` of the recipe names it in errors.
-
     Raises:
         ConfigError: it cannot be loaded.
     """

@@ -335,10 +335,7 @@ def directory_problem(path: str | os.PathLike[str]) -> str | None:
 
 
 def unusual_file(directory: Path, names: Sequence[str], most: int = 2**30) -> str | None:
-    """The first file of ``directory`` that matches one of ``names`` and cannot be read to an end, as a sentence.
-
-    A library would wait for a named pipe forever, and read a device, or a file without content, until memory ends.
-    """
+    """The first file of ``directory`` that matches one of ``names`` and cannot be read to an end, as a sentence."""
     for path in sorted(path for name in names for path in directory.glob(name)):
         with suppress(OSError):  # a link to nothing
             state = path.stat()

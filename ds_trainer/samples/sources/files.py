@@ -10,13 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ds_trainer.samples.sources.compression import (
-    MAX_WHOLE_BYTES,
-    is_compressed,
-    reason_of,
-    too_large,
-    uncompressed_name,
-)
+from ds_trainer.samples.sources import compression
+from ds_trainer.samples.sources.compression import reason_of, uncompressed_name
 from ds_trainer.samples.sources.spec import SourceSpec
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.files import directory_problem, shortened, user_path
@@ -164,10 +159,10 @@ def _content_problem(file: SourceFile) -> str | None:
     """Why a large file has no samples, before all of it is read: a digest of it takes minutes, too."""
     try:
         for path in sorted(file.path.glob("*.arrow")) if file.format == "dataset" else [file.path]:
-            if (size := path.stat().st_size) <= _LARGE or is_compressed(path):
+            if (size := path.stat().st_size) <= _LARGE or compression.is_compressed(path):
                 continue
-            if size > MAX_WHOLE_BYTES and file.format in ("text", "json"):
-                return f"{str(path)!r} cannot be read: {too_large(path)}"
+            if size > compression.MAX_WHOLE_BYTES and file.format in ("text", "json"):
+                return f"{str(path)!r} cannot be read: {compression.too_large(path)}"
             with path.open("rb") as stream:
                 for place, start in (("begins", 0), ("ends", size - _PROBE)):
                     stream.seek(start)

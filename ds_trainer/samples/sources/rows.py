@@ -122,7 +122,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[SourceRow | BadLine]:
                 row = next(reader)
             except StopIteration:
                 return
-            except _LongLine:
+            except OverflowError:
                 yield _long_line(where, 1)
                 return
             except csv.Error as error:
@@ -280,14 +280,10 @@ def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[SourceRow | 
 # -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
-class _LongLine(Exception):
-    pass
-
-
 def _bounded_lines(text: io.TextIOWrapper) -> Iterator[str]:
     while line := text.readline(MAX_LINE_BYTES + 1):
         if len(line) > MAX_LINE_BYTES:
-            raise _LongLine
+            raise OverflowError
         yield line
 
 

@@ -50,16 +50,11 @@ _EXITING_SECONDS = 120.0
 
 
 def write_compiled(directory: Path, compiled: CompiledConfig, args: TrainingArguments) -> None:
-    """Write ``ds_config.json``, what DeepSpeed is told. A file of the user that has this name is not replaced.
-
-    Raises:
-        ConfigError: it is the file that the argument ``deepspeed`` names, or it cannot be written.
-    """
+    """Write ``ds_config.json``, what DeepSpeed is told. A file of the user that has this name is not replaced."""
     path, text = directory / "ds_config.json", compiled.to_json() + "\n"
     named = args.deepspeed if isinstance(args.deepspeed, (str, os.PathLike)) and exists(args.deepspeed) else None
-    if named is not None and path.exists() and os.path.samefile(os.path.expanduser(named), path):
-        if path.read_text(encoding="utf-8") == text:
-            return
+    same = named is not None and path.exists() and os.path.samefile(os.path.expanduser(named), path)
+    if named is not None and same and path.read_text(encoding="utf-8") != text:
         raise ConfigError(
             f"deepspeed={os.fspath(named)!r} ({args.where('deepspeed')}) is where the run writes its own; it "
             "would be replaced. Name the file otherwise, or set another output_dir."
