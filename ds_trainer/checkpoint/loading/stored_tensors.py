@@ -99,10 +99,8 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         entries = read_header(path)
-    except WeightFilesError as error:
+    except (WeightFilesError, OSError) as error:
         raise ConfigError(f"{error} Copy or download it again.") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
     tensors = {}
     with path.open("rb") as stream:
         position = 8 + int.from_bytes(stream.read(8), "little")

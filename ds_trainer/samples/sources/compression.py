@@ -15,7 +15,6 @@ from typing import IO, Any, cast
 from ds_trainer.utils.errors import ConfigError
 
 MAX_WHOLE_BYTES, MAX_DECOMPRESSED = 2**30, 2**28
-"""A larger file that has to be in memory at once is refused, and one that is decompressed to more."""
 
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """What reading a file raises if it is missing, protected, truncated or damaged."""
@@ -49,11 +48,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a file that has to be in memory at once.
-
-    Raises:
-        OSError: it cannot be read, or has too many bytes: a small compressed file may grow a thousand times.
-    """
+    """The content of a file that has to be in memory at once; OSError if it has too many bytes."""
     most, parts = MAX_DECOMPRESSED if is_compressed(path) else MAX_WHOLE_BYTES, []
     with open_bytes(path) as stream:
         while most >= 0 and (part := stream.read(2**20)):

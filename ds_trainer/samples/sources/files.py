@@ -156,7 +156,6 @@ class _FileFinder:
 
 
 def _content_problem(file: SourceFile) -> str | None:
-    """Why a large file has no samples, before all of it is read: a digest of it takes minutes, too."""
     try:
         for path in sorted(file.path.glob("*.arrow")) if file.format == "dataset" else [file.path]:
             if (size := path.stat().st_size) <= _LARGE or compression.is_compressed(path):

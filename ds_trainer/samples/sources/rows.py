@@ -19,7 +19,6 @@ from ds_trainer.utils.units import counted
 
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is a bad line: it is passed over without being held in memory, up to four times as many bytes."""
-_MOST_PARTS = 4
 
 _BOM = b"\xef\xbb\xbf"
 _OTHER_ENCODINGS = (
@@ -78,7 +77,7 @@ def read_jsonl(path: Path) -> Iterator[SourceRow | BadLine]:
             if len(line) > MAX_LINE_BYTES:
                 parts = 1
                 while line and not line.endswith(b"\n"):
-                    if parts == _MOST_PARTS:
+                    if parts == 4:
                         yield _long_line(where, parts)
                         return
                     line = stream.readline(MAX_LINE_BYTES)
@@ -188,7 +187,6 @@ def _json_reason(error: ValueError) -> str:
 
 
 def _long_line(where: str, parts: int = 0) -> BadLine:
-    """A line that is too long; with ``parts``, of so many times the bound, no end of it was found."""
     limit = max(parts, 1) * MAX_LINE_BYTES // 2**20
     lost = "; each sample must end with a line break" if parts else ""
     return BadLine(where, f"the line is longer than {limit} MiB{lost}", whole_file=parts > 0)
