@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.config.schema import Field, load_schema
 from ds_trainer.utils.errors import ConfigError
 from tests.config.support import nested, recorded
 from tests.config.test_file_and_run import COMPARED, LEAVES, a_value
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
+SCHEMA = load_schema()
 RAW = ("_param_dict", "optimizer_params", "scheduler_params")  # what the file says, whether or not it is used
+ON_HOST = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "zero_force_ds_cpu_optimizer": False}
 ENABLED = ("csv_monitor", "tensorboard", "flops_profiler", "comms_logger", "torch_autocast")
 # Values other than those that a run without the key has, where the schema does not tell.
 VALUES: dict[str, Any] = {
@@ -36,15 +39,27 @@ VALUES: dict[str, Any] = {
         ]
     },
     "timers.throughput.enabled": True,
+    "zero_optimization.leaf_module.names": ["lm_head"],
+    "zero_optimization.leaf_module.name_suffixes": ["lm_head"],
+    "zero_optimization.offload_optimizer.pin_memory": True,
+    "zero_optimization.offload_param.pin_memory": True,
+    "zero_optimization.overlap_comm": False,  # at stages 1 and 2 it decides when buckets are sent, not by DeepSpeed
+    "zero_optimization.stage": 2,
 }
-# Of the length of a vocabulary, DeepSpeed logs whether tensor cores like it; a wandb run needs a server; layouts and
-# modes are tested with those of ZeRO.
-ELSEWHERE = ("vocabulary_size", "wandb.", "zero_optimization.")
+# Of the length of a vocabulary, DeepSpeed logs whether tensor cores like it; a wandb run needs a server.
+ELSEWHERE = ("vocabulary_size", "wandb.")
 
 
 def setting(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Arguments and a file without ``path`` in which DeepSpeed would read it."""
     block, *below = path.split(".")
+    if block == "zero_optimization" and below[0].startswith("offload_"):
+        stages = (2, 3) if below[0] == "offload_optimizer" else (3,)
+        device = {} if below[1] == "device" else {below[0]: {"device": "cpu"}}
+        return [({}, {**ON_HOST, "zero_optimization": {"stage": stage, **device}}) for stage in stages]
+    if block == "zero_optimization" and below != ["stage"]:
+        stages = (3,) if below[0].startswith(("stage3", "overlap_comm")) else (1, 3)
+        return [({}, {"zero_optimization": {"stage": stage}}) for stage in stages]
     if block in ENABLED and below != ["enabled"]:
         return [({}, {block: {"enabled": True}})]
     switches = {
@@ -115,6 +130,28 @@ def test_the_engine_has_every_accepted_key(block: str, tmp_path: Path) -> None:
             value = VALUES.get(path, a_value(path, field))
             wrong.append(problem(tmp_path / f"{len(wrong)}", arguments, file, path, value))
     assert [text for text in wrong if text] == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", SCHEMA.types["scheduler"])
+def test_the_schedule_has_every_parameter(name: str, tmp_path: Path) -> None:
+    fields = SCHEMA.types["scheduler"][name].fields
+    needed = {"total_num_steps": 2} if "total_num_steps" in fields else {}
+    needed |= {"cycle_min_lr": 1e-6, "cycle_max_lr": 1e-4} if name == "OneCycle" else {}
+    file = {"scheduler": {"type": name, "params": needed}}
+    wrong = [
+        problem(tmp_path / key, {}, file, f"scheduler.params.{key}", other(field)) for key, field in fields.items()
+    ]
+    assert [text for text in wrong if text] == []
+
+
+def other(field: Field) -> Any:
+    """A value of a parameter that is not its default."""
+    if field.choices:
+        return next(choice for choice in field.choices if choice != field.default)
+    if isinstance(field.default, bool):
+        return not field.default
+    return {"int": 3, "float": 0.25, "str": "linear"}.get(field.kind, True)
 
 
 @pytest.mark.extended
