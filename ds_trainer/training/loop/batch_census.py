@@ -175,7 +175,7 @@ class BatchCensus:
         different, batches, last, first = distributed.largest(
             torch.tensor([len(self._different), len(self._batches), own, -own])
         ).tolist()
-        when = f"in the first {steps} steps"
+        when = "in the first step" if steps == 1 else f"in the first {steps} steps"
         sources = list(self._about_sources(tokens, targets, when))
         yield from sources
         yield from self._about_targets(counts, when, bool(sources))
