@@ -41,7 +41,7 @@ CASES = {
     NO_COMPILER: Case(NO_COMPILER, {"zero_stage": 1, "loss_chunk_tokens": 16, "self_test": "never"}),
 }
 AT_STEP = 3
-NOTICED = 30.0  # seconds, from which the other rank is killed; without help, NCCL waits for half an hour
+NOTICED = 120.0  # seconds, from which the other rank is killed; without help, NCCL waits for half an hour
 LIMIT = 150.0  # of a run
 
 

@@ -106,7 +106,9 @@ def test_an_override_without_section_is_explained(tmp_path: Path, capsys: pytest
     path.write_text(RECIPE)
     assert main(["train", str(path), "--max_steps", "5"]) == 2
     assert capsys.readouterr().err == (
-        "ds-trainer: command line: unknown key '--max_steps'. Did you mean '--arguments.max_steps'?\n"
+        "ds-trainer: 2 problems:\n"
+        "  1. command line: unknown key '--max_steps'. Did you mean '--arguments.max_steps'?\n"
+        f"  2. data.train: 'nowhere.txt' does not exist (working directory: {Path.cwd()}).\n"
     )
 
 
@@ -153,7 +155,11 @@ def test_an_error_has_no_traceback_and_comes_before_torch(tmp_path: Path) -> Non
     assert completed.stdout == ""
     imports = [line for line in completed.stderr.splitlines() if line.startswith("import time:")]
     messages = [line for line in completed.stderr.splitlines() if line not in imports]
-    assert messages == ["ds-trainer: r.yaml:3: unknown key 'argments'. Did you mean 'arguments'?"]
+    assert messages == [
+        "ds-trainer: 2 problems:",
+        "  1. r.yaml:3: unknown key 'argments'. Did you mean 'arguments'?",
+        f"  2. data.train: 'nowhere.txt' does not exist (working directory: {tmp_path}).",
+    ]
     assert any(line.endswith("ds_trainer.recipes.recipe") for line in imports)
     assert not any(line.split("|")[-1].strip() == "torch" for line in imports)
 

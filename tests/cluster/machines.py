@@ -186,7 +186,9 @@ class Cluster:
 
     def crash(self, node: str) -> None:
         """A power cut: every process of the node dies at once and its network is gone."""
-        self.run("hub", "bash", "-c", f"kill -KILL $(cat /run/node/{node})")
+        # The first process of a namespace is dead once all others are; until then its ports answer.
+        wait = "while grep -q '^State:[[:space:]]*[^ZX[:space:]]' /proc/$first/status 2>/dev/null; do sleep 0.02; done"
+        self.run("hub", "bash", "-c", f"first=$(cat /run/node/{node}); kill -KILL $first; {wait}")
 
     def boot(self, node: str) -> None:
         """Start a node again after a crash. It reports to SLURM by itself."""
