@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended  # starts launchers, machines or scripts
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "slow_network.py"
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 GRADIENTS = 4e-6 * (4 * 1024**2 + 3 * 1024 * 2816 + 3 * 1024 + 2 * 256 * 1024)  # MB of one layer, in float32
@@ -22,7 +24,6 @@ def can_limit() -> bool:
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.extended
 @pytest.mark.skipif(not can_limit(), reason="needs root, unshare, ip and tc")
 def test_reductions_pass_the_link(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
