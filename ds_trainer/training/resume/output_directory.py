@@ -59,8 +59,9 @@ def write_compiled(directory: Path, compiled: CompiledConfig, args: TrainingArgu
             f"deepspeed={os.fspath(named)!r} ({args.where('deepspeed')}) is where the run writes its own; it "
             "would be replaced. Name the file otherwise, or set another output_dir."
         )
-    if path.exists() and not any((directory / name).exists() for name in (HISTORY_NAME, "latest")):
-        os.replace(path, path.with_name("ds_config.previous.json"))
+    kept = path.with_name("ds_config.previous.json")  # of a start before this one, which may have ended early
+    if path.is_file() and not any(exists(directory / name) for name in (HISTORY_NAME, "latest", kept.name)):
+        os.replace(path, kept)
         logger.info("renamed %s, which no run of ds_trainer wrote, to ds_config.previous.json", path)
     write_result(path, text)
 

@@ -393,5 +393,7 @@ def test_a_configuration_of_the_user_is_not_replaced(tmp_path: Path, is_named: b
     for again in (False, True):
         (said,) = pool(1).run(trained_beside, str(tmp_path), str(theirs) if is_named else None)
         assert ("would be replaced" in said) is is_named, (said, again)
+        for name in ("run_history.jsonl", "latest"):  # as if it had ended early
+            (tmp_path / name).unlink(missing_ok=True)
     kept = theirs if is_named else tmp_path / "ds_config.previous.json"
     assert kept.read_text() == '{"zero_optimization": {"stage": 1}}'
