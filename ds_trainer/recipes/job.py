@@ -120,7 +120,7 @@ class Job(ABC):
             args = self.recipe.training_arguments()
         output_dir = Path(str(args.output_dir))
         _check_settings(args, output_dir, problems)
-        problems.extend(named_file_problems(self.recipe))
+        problems.extend(named_file_problems(self.recipe, tokenizer=False))
         lines: Sequence[str] = ()
         with problems.collecting():
             lines = self.prepare(args)

@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from ds_trainer.recipes.recipe import Recipe
 
 
-def named_file_problems(recipe: Recipe) -> Problems:
-    """Directories, data files and a chat template that cannot be used. Names on the Hub are not looked up."""
+def named_file_problems(recipe: Recipe, tokenizer: bool = True) -> Problems:
+    """Directories, data files and a chat template that cannot be used. Names on the Hub are not looked up.
+
+    The ``tokenizer`` is left out where it is loaded too.
+    """
     problems = Problems()
     teacher = recipe.distillation.teacher if recipe.distillation is not None else None
-    tokenizer = recipe.data.tokenizer if recipe.data.tokenizer != "bytes" else None
-    directories = {"data.tokenizer": tokenizer, "model.path": recipe.model.path, "distillation.teacher": teacher}
+    named = recipe.data.tokenizer if tokenizer and recipe.data.tokenizer != "bytes" else None
+    directories = {"data.tokenizer": named, "model.path": recipe.model.path, "distillation.teacher": teacher}
     for key, name in directories.items():
         try:
             if name is not None:
