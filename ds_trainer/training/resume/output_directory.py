@@ -62,7 +62,7 @@ def write_compiled(directory: Path, compiled: CompiledConfig, args: TrainingArgu
     kept = path.with_name("ds_config.previous.json")  # of a start before this one, which may have ended early
     if path.is_file() and not any(exists(directory / name) for name in (HISTORY_NAME, "latest", kept.name)):
         os.replace(path, kept)
-        logger.info("renamed %s, which no run of ds_trainer wrote, to ds_config.previous.json", path)
+        logger.info("renamed %s, which was there before this run, to ds_config.previous.json", path)
     write_result(path, text)
 
 
