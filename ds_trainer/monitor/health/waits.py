@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_trainer.utils.errors import listed
+
 # torch/csrc/distributed/c10d/Types.hpp: enum OpType.
 _OPERATIONS = (
     *("broadcast", "all_reduce", "all_reduce_coalesced", "reduce", "all_gather", "all_gather_into_tensor"),
@@ -81,7 +83,7 @@ def operation(work: Any) -> str:
 
 
 def collective_counts() -> dict[str, int]:
-    """How many collectives this rank has started in each of its process groups, by the group's name.
+    """How many collectives this rank has started in each of its process groups, by the group's description and ranks.
 
     Unused groups are left out. All ranks of a group number its collectives equally, so the rank with the smaller number
     is behind.
@@ -95,7 +97,8 @@ def collective_counts() -> dict[str, int]:
             except (RuntimeError, ValueError):  # its backend does not count, or it is being destroyed
                 continue
             if number > 0:
-                counts[group.group_desc if group.group_desc != "undefined" else group.group_name] = number
+                ranks = listed(dist.get_process_group_ranks(group), 8)  # groups of a mesh share their description
+                counts[f"{group.group_desc} {group.group_name} of ranks {ranks}"] = number
     return counts
 
 

@@ -36,7 +36,7 @@ def test_a_sleeping_rank_is_named(tmp_path: Path) -> None:
     stack = (tmp_path / "health" / f"hang-step-{STEP}" / "rank_1.txt").read_text(encoding="utf-8")
     assert "in until_reported" in stack and "time.sleep(0.05)" in stack and "Thread 'MainThread'" in stack
     waits = (tmp_path / "health" / f"hang-step-{STEP}" / "rank_0.txt").read_text(encoding="utf-8")
-    assert "in all_reduce" in waits and "default_pg: " in waits
+    assert "in all_reduce" in waits and "default_pg 0 of ranks 0, 1: " in waits
 
 
 def test_a_rank_whose_loader_hangs_is_named(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_trainer.monitor.health.stacks import collective_frame, frame_lines, in_debugger, position
 from ds_trainer.monitor.health.verdict import RankReport, joined, judge
+from ds_trainer.monitor.health.waits import collective_counts
+from tests.support.pool import pool
 
 
 def report(rank: int, **more: Any) -> RankReport:
@@ -41,6 +44,22 @@ def test_the_verdict_names_the_slow_ranks(reports: list[dict[str, Any]], slow: t
     verdict = judge([report(rank, **more) for rank, more in enumerate(reports)])
     assert verdict.slow == slow
     assert verdict.why
+
+
+def counts_of_pairs() -> dict[str, int]:
+    """Rank 1 has started one collective more in its group, which has the description of that of rank 0."""
+    group = [dist.new_group([rank], group_desc="pairs") for rank in (0, 1)][dist.get_rank()]
+    for _ in range(1 + dist.get_rank()):
+        dist.all_reduce(torch.ones(1), group=group)
+    counts = {name: number for name, number in collective_counts().items() if name.startswith("pairs")}
+    dist.destroy_process_group(group)
+    return counts
+
+
+def test_groups_of_other_ranks_are_not_compared() -> None:
+    counts = pool(2).run(counts_of_pairs)
+    assert [list(one.values()) for one in counts] == [[1], [2]]
+    assert judge([report(rank, **WAITS, counts=counts[rank]) for rank in (0, 1)]).slow == ()
 
 
 def code_in(path: str) -> Any:
