@@ -20,6 +20,7 @@ BETTER: dict[str, str] = {
     "offload_optimizer": "An addition: sets `cpu` or `nvme` without a file.",
     "offload_param": "An addition: sets `cpu` or `nvme` without a file.",
     "nvme_path": "An addition.",
+    "global_router_aux_loss": "An addition: the first batch is compared with the function of the model.",
     "parallelism": "An addition: the fastest layout that fits, for the same global batch.",
     "calibrate_planner": "An addition.",
     "memory_check": "An addition: a run that cannot fit is refused before it starts, with what makes it fit.",

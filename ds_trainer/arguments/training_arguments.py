@@ -192,6 +192,7 @@ class TrainingArguments(Setters, ProcessInfo, Serializable, CheckedArguments, me
     expert_parallel_size: int = _parallel(
         "(own) Number of ranks, of those that see different tokens, that divide the experts of a mixture.", 1
     )
+    global_router_aux_loss: bool = _parallel("(own) Balance routers over the micro-batches of all ranks.", False)
     parallelism: Literal["auto"] | None = _parallel(
         "(own) auto: choose ZeRO stage, offload, parallel sizes and activation checkpointing, except those that are "
         "given, and split the global batch, so that the run fits and is fast."

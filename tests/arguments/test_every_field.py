@@ -145,6 +145,7 @@ def printer(job: Trainer) -> bool:
 
 _WEIGHTS = "tests.checkpoint.weights."
 _RUN = "tests.training.test_argument_behaviour::"
+_MODEL = "tests.training.model."
 _DIVERGENCE = "tests.training.loop.test_divergence_guard::"
 _GENERATION = "tests.training.generation.test_seq2seq_trainer"
 _TRACKERS = "tests.callbacks.integrations."
@@ -171,9 +172,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "gradient_accumulation_steps": Effect(3, in_config("gradient_accumulation_steps")),
     "average_tokens_across_devices": Refused(False, "makes the gradient depend on the number of ranks"),
     "max_grad_norm": Effect(0.0, in_config("gradient_clipping")),
-    "label_smoothing_factor": Shown(
-        "tests.training.model.test_label_smoothing::test_trajectory_is_that_of_one_process"
-    ),
+    "label_smoothing_factor": Shown(_MODEL + "test_label_smoothing::test_trajectory_is_that_of_one_process"),
     "fp8": Shown("tests.training.model.test_fp8::test_it_is_refused_in_words"),
     "z_loss_factor": Shown("tests.training.model.test_chunked_loss::test_z_loss_with_and_without_tiles"),
     "loss_chunk_tokens": Shown("tests.training.test_chunked_loss_runs::test_trajectory_is_that_of_one_process"),
@@ -193,14 +192,10 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "tiled_mlp": Shown("tests.training.test_long_context::test_trajectory_is_that_of_one_process"),
     "long_context": Shown("tests.training.test_long_context::test_what_long_context_turns_on"),
     "torch_compile": Shown("tests.training.model.test_compilation::test_inductor_is_the_default"),
-    "torch_compile_backend": Shown(
-        "tests.training.model.test_compilation::test_compilation_changes_no_loss_and_no_name"
-    ),
+    "torch_compile_backend": Shown(_MODEL + "test_compilation::test_compilation_changes_no_loss_and_no_name"),
     "torch_compile_mode": Effect("max-autotune", compile_options),
     "torch_compile_regional": Shown("tests.training.model.test_compilation::test_equal_blocks_are_compiled_once"),
-    "use_liger_kernel": Shown(
-        "tests.training.model.test_liger::test_liger_is_rejected_on_the_cpu_before_anything_starts"
-    ),
+    "use_liger_kernel": Shown(_MODEL + "test_liger::test_liger_is_rejected_on_the_cpu_before_anything_starts"),
     "liger_kernel_config": Shown("tests.training.model.test_liger::test_a_liger_config_without_liger_is_rejected"),
     "use_cache": Shown(_RUN + "test_use_cache"),
     "neftune_noise_alpha": Shown("tests.training.model.test_neftune::test_losses_are_those_of_transformers"),
@@ -218,6 +213,7 @@ FIELDS: dict[str, Refused | Effect | Shown | ForScripts] = {
     "context_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).cp),
     "sequence_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).sp),
     "expert_parallel_size": Effect(2, lambda args: ParallelLayout.of(args, 4).ep),
+    "global_router_aux_loss": Shown("tests.training.loop.test_auxiliary_loss::test_batches_of_all_ranks"),
     "parallelism_config": Effect({"tp_size": 2}, in_config("tensor_parallel.autotp_size")),
     "logging_strategy": Effect("epoch", switches, {"logging_steps": 2}),
     "logging_steps": Effect(2, switches),

@@ -37,6 +37,7 @@ OWN = {
     "context_parallel_size",
     "sequence_parallel_size",
     "expert_parallel_size",
+    "global_router_aux_loss",
     "max_shard_size",
     "save_async",
     "save_model_in_checkpoints",

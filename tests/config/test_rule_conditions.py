@@ -302,6 +302,7 @@ CASES = [
     breaks("experts-with-plain-offload", "superoffload-needs-gpu", zero_stage=3, **_TWO_PARTS, deepspeed=_SUPER),
     breaks("experts-with-plain-offload", "partial-offload-needs-cpu-adam", zero_stage=3, **_TWO_PARTS, deepspeed=_HALF),
     keeps("batch-size-search-needs-one-rank-per-replica", auto_find_batch_size=True, **_TWO_PARTS),
+    keeps("batch-size-search-needs-own-router-loss", global_router_aux_loss=True),
     *(keeps(f"{name}-needs-package", environment=_BARE) for name in ("datastates", "tensorboard", "wandb", "comet")),
 ]
 

@@ -262,6 +262,11 @@ EXAMPLES: dict[str, Example] = {
         {"tensor_parallel_size": 1},
         ("auto_find_batch_size=True (argument)", "tensor_parallel_size=2 (argument)"),
     ),
+    "batch-size-search-needs-own-router-loss": Example(
+        {"auto_find_batch_size": True, "global_router_aux_loss": True},
+        {"global_router_aux_loss": False},
+        ("auto_find_batch_size=True (argument)", "global_router_aux_loss=True (argument)"),
+    ),
     "tensor-parallel-inference-kernels": Example(
         {**_TP2, "deepspeed": {"tensor_parallel": {"replace_with_kernel_inject": True}}},
         {"deepspeed": None},

@@ -103,56 +103,35 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def micro_batch_loss(
-    model: nn.Module, rows: dict[str, torch.Tensor], items: torch.Tensor, parts: Sequence[Any]
-) -> torch.Tensor:
-    """What one micro-batch adds to the loss of a step of ``items`` targets.
-
-    Args:
-        rows: the micro-batch.
-        parts: positions of the sequence that are one micro-batch for the router, a list for each rank that has some.
-    """
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
+def micro_batch_loss(model: nn.Module, rows: dict[str, torch.Tensor], items: torch.Tensor) -> torch.Tensor:
+    """What one micro-batch, ``rows``, adds to the loss of a step of ``items`` targets."""
     outputs = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])
     targets = F.pad(rows["labels"][:, 1:], (0, 1), value=-100)
     total = F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-    value = total / items
-    count, length = targets.shape
+    count = targets.ne(-100).sum()
+    if count == 0:
+        return total / items
     coefficient = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", 0.0)
-    for positions in parts:
-        item_count = targets[:, positions].ne(-100).sum()
-        if item_count == 0:
-            continue
-        if len(positions) == length:
-            term = outputs.aux_loss
-        else:
-            logits = tuple(gate.view(count, length, -1)[:, positions].flatten(0, 1) for gate in outputs.router_logits)
-            mask = rows["attention_mask"][:, positions]
-            term = load_balancing_loss_func(logits, model.num_experts, model.num_experts_per_tok, mask)
-        value = value + coefficient * term * item_count / items
-    return value
+    return total / items + coefficient * outputs.aux_loss * count / items
 
 
 def step_loss(
     model: nn.Module,
     batch: dict[str, torch.Tensor],
     sizes: Callable[[int], Sequence[int]],
-    parts: Sequence[Any] | None = None,
 ) -> torch.Tensor:
     """The loss of one optimizer step, for :func:`tests.support.oracle.train_plainly`.
 
     Args:
         batch: the global batch.
         sizes: the samples of each micro-batch, given those of the global batch.
-        parts: see :func:`micro_batch_loss`; default: sequences are not sharded.
     """
     items = batch["labels"][:, 1:].ne(-100).sum()
-    samples, length = batch["labels"].shape
+    samples = len(batch["labels"])
     value, begin = torch.zeros(()), 0
     for size in sizes(samples):
         rows = {key: tensor[begin : begin + size] for key, tensor in batch.items()}
-        value = value + micro_batch_loss(model, rows, items, [list(range(length))] if parts is None else parts)
+        value = value + micro_batch_loss(model, rows, items)
         begin += size
     assert begin == samples
     return value

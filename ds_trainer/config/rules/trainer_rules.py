@@ -149,6 +149,14 @@ TRAINER = (
         "Set auto_find_batch_size=False and a per_device_train_batch_size that fits, or set the parallel sizes to 1.",
     ),
     Rule(
+        "batch-size-search-needs-own-router-loss",
+        "Settings that the Trainer manages",
+        ("auto_find_batch_size", "global_router_aux_loss"),
+        lambda c: c.args.auto_find_batch_size and c.args.global_router_aux_loss,
+        "the batch size search tries forward passes on each rank alone, but all ranks add up the load of experts",
+        "Set auto_find_batch_size=False and a per_device_train_batch_size that fits, or global_router_aux_loss=False.",
+    ),
+    Rule(
         "hybrid-engine",
         "Settings that the Trainer manages",
         ("hybrid_engine.enabled",),

@@ -143,7 +143,7 @@ class LossComputation:
 
     @normalized.setter
     def normalized(self, value: bool) -> None:
-        self.rule = LossRule(self.rule.count, value, self.rule.auxiliary)
+        self.rule = LossRule(self.rule.count, value, self.rule.auxiliary, balance=self.rule.balance)
 
     def release(self) -> None:
         """Drop the references to the model."""
@@ -175,8 +175,7 @@ class LossComputation:
         self.batches = () if self.rule.verified else batches
         if not self.rule.normalized:
             self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
-        own = counts[0] if len(counts) == 1 else sum(counts, torch.zeros((), dtype=torch.int64))
-        local = count_for(device, own)
+        local = count_for(device, counts[0] if len(counts) == 1 else sum(counts, torch.zeros((), dtype=torch.int64)))
         groups = parallel_groups(self._layout) if distributed.world_size() > 1 else None
         own_shards = batches and isinstance(batches[0], ShardedBatch) and self.rule.weight is not self.rule.count
         adds_up = own_shards and self.rule.weighting.of_shards
@@ -247,7 +246,7 @@ class LossComputation:
         """
         if method.takes_item_count:
             keywords["num_items_in_batch"] = items
-        before, self.for_loop = self.for_loop, True
+        before, self.for_loop, balance = self.for_loop, True, self.rule.balance
         labels = inputs.get(self.label_names[0]) if self.label_names and isinstance(inputs, Mapping) else None
         tokens = labels.numel() if isinstance(labels, torch.Tensor) else math.inf
         # In an evaluation that wants outputs, the logits are made anyway, unless a function reduces them in pieces.
@@ -257,6 +256,7 @@ class LossComputation:
         try:
             with (
                 nullcontext() if self.watched is None else self.watched(),
+                nullcontext() if balance is None else balance.over_ranks(self.sharder is not None, self.rule.is_dummy),
                 nullcontext() if plain else self.chunked.deferring(model, always=self.defers_outputs),
                 self.sources.recording() if self.sources.ids is not None else nullcontext(),
             ):
@@ -311,7 +311,7 @@ class LossComputation:
     ) -> tuple[torch.Tensor, Any]:
         """The loss of the model, in the form that the rule needs, and the outputs of the model."""
         rule = self.rule
-        if rule.auxiliary and self.sharder is not None:
+        if rule.auxiliary and self.sharder is not None and rule.balance is None:
             inputs = with_unmasked_tokens(inputs)
         if not rule.normalized or items is None:
             keywords = {"num_items_in_batch": None} if rule.normalized else {}

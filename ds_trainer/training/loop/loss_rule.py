@@ -36,6 +36,7 @@ from ds_trainer.data.sequence_sharding import (
 )
 from ds_trainer.training.loop.auxiliary_loss import adds_auxiliary_loss
 from ds_trainer.training.loop.item_count import ItemCount
+from ds_trainer.training.loop.router_balance import RouterBalance
 from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -178,6 +179,7 @@ class LossRule:
         normalized: whether the loss is assumed to be a sum divided by ``num_items_in_batch``.
         auxiliary: whether the model may add terms that are not a sum over items.
         claimed: whether the model, or the user, says that it is; otherwise it only takes any keyword argument.
+        balance: the load-balancing loss of routers over ranks; None where each rank computes it alone.
 
     Attributes:
         weighting: how losses make the loss of the global batch if they do not use the count.
@@ -186,16 +188,26 @@ class LossRule:
         kept: the weighting of the checkpoint that the run resumes from (:meth:`Weighting.to_json`).
         verified: whether nothing is left to find out on the first batch.
         replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
+        is_dummy: whether the micro-batch of the step is a dummy, whose tokens do not count in :attr:`balance`.
         scale: the factor by which ``compute_loss`` multiplies its result because transformers averages over ranks.
     """
 
     replicas: int | None = None
     scale: float = 1.0
+    is_dummy = False
 
-    def __init__(self, count: ItemCounter, normalized: bool, auxiliary: bool = False, claimed: bool = True) -> None:
+    def __init__(
+        self,
+        count: ItemCounter,
+        normalized: bool,
+        auxiliary: bool = False,
+        claimed: bool = True,
+        balance: RouterBalance | None = None,
+    ) -> None:
         self.count = count
         self.normalized = normalized
         self.auxiliary = auxiliary
+        self.balance = balance
         self._claimed = claimed
         self.evaluation: Weighting | None = None
         self.kept: Mapping[str, Any] | None = None

@@ -359,11 +359,7 @@ class StepRunner:
         return update
 
     def _passes(self, batches: list[Any], items: ItemCount, step: int) -> list[torch.Tensor]:
-        """Forward and backward passes of a step, again with smaller micro-batches if memory runs out.
-
-        Returns:
-            The contributions of this rank to the loss.
-        """
+        """What the passes of this rank add to the loss of a step; again in smaller micro-batches if memory runs out."""
         engine, events, recovery, begin_copy = self._engine, self._events, self._recovery, self._begin_copy
         if recovery is not None:
             recovery.begin_step()
@@ -374,9 +370,10 @@ class StepRunner:
             losses, notifies = [], len(parts) > 1 and bool(events.handler.listeners("on_substep_end"))
             for index, batch in enumerate(parts):
                 last, local = index == len(parts) - 1, batch.local if isinstance(batch, ShardedBatch) else batch
-                engine.begin_micro_batch(last, isinstance(local, Dummy))
+                self._losses.rule.is_dummy = dummy = isinstance(local, Dummy)
+                engine.begin_micro_batch(last, dummy)
                 if self._gate_biases is not None:
-                    self._gate_biases.begin_micro_batch(index, isinstance(local, Dummy))
+                    self._gate_biases.begin_micro_batch(index, dummy)
                 run = partial(self._micro_batches.run, items=items, step=step, index=index)
                 losses.append(run(batch) if recovery is None else recovery.run(run, batch))
                 if begin_copy is not None and not last:  # beside what the device still computes

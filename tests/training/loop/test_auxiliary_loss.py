@@ -17,10 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.parallel.layout import ParallelLayout
 from ds_trainer.training.loop.auxiliary_loss import adds_auxiliary_loss, shows_auxiliary_loss, with_unmasked_tokens
 from ds_trainer.training.loop.loss_computation import LossMethod
 from ds_trainer.training.loop.loss_rule import loss_in
+from ds_trainer.training.loop.router_balance import RouterBalance
 from ds_trainer.training.model.label_smoothing import label_smoother
+from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal, distances
 from tests.support.experts import COEFFICIENT, FAMILIES, OwnExperts, mixtral, step_loss, weighted_means
 from tests.support.models import RaggedTokens, tiny_llama
@@ -129,7 +132,7 @@ def test_the_cost_of_the_auxiliary_loss(make_model: Any, more: int, tmp_path: An
     assert not any("_local_scalar_dense" in name for name in extra), extra
 
 
-# -- sharded sequences: every rank's shard is a micro-batch for the router ------------------------------------------
+# -- over ranks: shards of a sequence count together, and with global_router_aux_loss the batches of all replicas ------
 
 
 def long_data() -> list[dict[str, torch.Tensor]]:
@@ -144,29 +147,57 @@ def long_data() -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-SHARDED = {
-    "cp2": [[*range(0, 4), *range(12, 16)], [*range(4, 12)]],
-    "sp2": [[*range(0, 8)], [*range(8, 16)]],
-    "sp4": [[*range(0, 4)], [*range(4, 8)], [*range(8, 12)], [*range(12, 16)]],
-    "cp2 x sp2": [[*range(0, 4)], [*range(12, 16)], [*range(4, 8)], [*range(8, 12)]],
-    "dp2 x sp2": [[*range(0, 8)], [*range(8, 16)]],
-}
+def one_process(micro: int, data: Any = long_data, family: str = "mixtral", sizes: Any = equal) -> Trajectory:
+    loss = partial(step_loss, sizes=partial(equal, micro) if sizes is equal else sizes)
+    return train_plainly(FAMILIES[family](), data(), loss=loss, optimizer="sgd", learning_rate=0.3)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    ("name", "cp", "sp", "dp"),
-    [("cp2", 2, 1, 1), ("sp2", 1, 2, 1), ("sp4", 1, 4, 1), ("cp2 x sp2", 2, 2, 1), ("dp2 x sp2", 1, 2, 2)],
-)
-def test_sharded_sequences(name: str, cp: int, sp: int, dp: int, stage: int, tmp_path: Any) -> None:
-    """The mean over the parts of all ranks; a part that holds nothing but padding counts for nothing."""
-    loss = partial(step_loss, sizes=partial(equal, 4), parts=SHARDED[name])
-    wanted = train_plainly(mixtral(), long_data(), loss=loss, optimizer="sgd", learning_rate=0.3)
+@pytest.mark.parametrize(("cp", "sp", "dp"), [(2, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
+def test_sharded_sequences(cp: int, sp: int, dp: int, stage: int, tmp_path: Any) -> None:
+    """The term is that of whole sequences; a part that holds nothing but padding counts for nothing."""
     arguments = {"context_parallel_size": cp, "sequence_parallel_size": sp, "zero_stage": stage}
     batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4 // dp}
     for found in run(tmp_path, dp * cp * sp, data=long_data, **arguments, **batch):
-        assert_equal(found, wanted)
+        assert_equal(found, one_process(4))
+
+
+@pytest.mark.cases(2, "qwen3_moe-layout2-1")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 4}, {"dp": 2, "sp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "ep": 2}])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_batches_of_all_ranks(family: str, layout: dict[str, int], stage: int, tmp_path: Any) -> None:
+    """The term of a micro-batch is that of one process with the micro-batches of all replicas as one."""
+    names = {"sp": "sequence_parallel_size", "cp": "context_parallel_size", "ep": "expert_parallel_size"}
+    arguments = {names[axis]: size for axis, size in layout.items() if axis != "dp"}
+    world = layout["dp"] * layout.get("sp", 1) * layout.get("cp", 1)
+    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4 // layout["dp"], "zero_stage": stage}
+    job = partial(run, tmp_path, world, FAMILIES[family], data=long_data, global_router_aux_loss=True)
+    for found in job(**arguments, **batch, **({"self_test": "never"} if "ep" in layout else {})):
+        assert_equal(found, one_process(4 * layout["dp"], family=family))
+    assert distances(one_process(4, family=family), one_process(4 * layout["dp"], family=family))["weights"] > 1e-4
+
+
+def test_a_term_of_another_formula_stays_that_of_the_model(caplog: Any) -> None:
+    def own(gate_logits: Any, num_experts: int, top_k: int, attention_mask: Any) -> torch.Tensor:
+        return torch.tensor(7.0)
+
+    term = partial(RouterBalance._term, gate_logits=(torch.rand(6, 4),), num_experts=4)
+    with caplog.at_level("WARNING"):
+        balance = RouterBalance([{"load_balancing_loss_func": own}], ParallelLayout(1), everywhere=False)
+        assert term(balance) == 7 and "computes another term" in caplog.text
+    with pytest.raises(ConfigError, match=r"another term than .* Set global_router_aux_loss=False"):
+        term(RouterBalance([{"load_balancing_loss_func": own}], ParallelLayout(1), everywhere=True))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "why"),
+    [(tiny_llama, "does not call"), (partial(mixtral, output_router_logits=False), "output_router_logits=False")],
+)
+def test_a_model_without_such_a_loss_is_refused(make_model: Any, why: str, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=f"global_router_aux_loss=True, but .* {why}.*Set global_router_aux_loss"):
+        Trainer(make_model(), TrainingArguments(str(tmp_path), use_cpu=True, global_router_aux_loss=True))
 
 
 # -- the two parts, families, ragged batches -------------------------------------------------------------------------
@@ -214,6 +245,14 @@ RAGGED = {37: [1, 1, 1, 2], 35: [1, 1, 1]}  # micro-batches of the last step of 
 def dealt_sizes(samples: int) -> list[int]:
     """Four replicas with two micro-batches of 2 each; of the last 3 samples of an epoch, one of them gets none."""
     return [2] * 8 if samples == GLOBAL_BATCH else RAGGED[samples + 32]
+
+
+def test_tokens_of_a_dummy_do_not_count_with_those_of_other_ranks(tmp_path: Any) -> None:
+    """In the last step of an epoch three of four ranks have a sample."""
+    wanted = one_process(0, partial(RaggedTokens, 35), sizes=lambda samples: [samples])
+    job = partial(run, tmp_path, 4, data=partial(RaggedTokens, 35), global_router_aux_loss=True)
+    for found in job(**sizes(4, 1), zero_stage=2):
+        assert_equal(found, wanted)
 
 
 @pytest.mark.cases(1)
@@ -296,10 +335,9 @@ def evaluated(output_dir: str, **arguments: Any) -> float:
 @pytest.mark.parametrize(("world", "micro", "layout"), [(1, 2, {}), (2, 2, {}), (2, 16, {}), (2, 2, {"sp": 2})])
 def test_evaluation_weights_the_terms_of_each_batch(world: int, micro: int, layout: Any, tmp_path: Any) -> None:
     data = make_data()
-    parts = [[*range(0, 6)], [*range(6, 12)]] if layout else None
     with torch.no_grad():
         batch = stack([data[index] for index in range(SAMPLES)])
-        wanted = float(step_loss(mixtral(), batch, partial(equal, micro), parts))
+        wanted = float(step_loss(mixtral(), batch, partial(equal, micro)))
     arguments = {"sequence_parallel_size": layout.get("sp", 1), "per_device_eval_batch_size": micro}
     for found in pool(world).run(partial(evaluated, str(tmp_path), **arguments)):
         assert found == pytest.approx(wanted, rel=1e-5)
