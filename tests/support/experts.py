@@ -103,6 +103,18 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def long_data() -> list[dict[str, torch.Tensor]]:
+    """Sequences of 16 tokens, at least the last 5 padding: sharded over four ranks, one has nothing but padding."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(32):
+        used = int(torch.randint(4, 12, (), generator=generator))
+        mask = (torch.arange(16) < used).long()
+        tokens = torch.randint(3, 61, (16,), generator=generator) * mask
+        rows.append({"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": mask})
+    return rows
+
+
 def micro_batch_loss(model: nn.Module, rows: dict[str, torch.Tensor], items: torch.Tensor) -> torch.Tensor:
     """What one micro-batch, ``rows``, adds to the loss of a step of ``items`` targets."""
     outputs = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])

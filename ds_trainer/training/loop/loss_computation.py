@@ -92,7 +92,7 @@ class LossComputation:
         rows: the form of packed rows, if experts need to know which of their tokens are padding.
     """
 
-    defers_outputs = empty = False
+    defers_outputs = empty = for_loop = False
     rows: PackedFormat | None = None
 
     def __init__(
@@ -117,7 +117,6 @@ class LossComputation:
         self.check = check
         self.sharder = sharder
         self.packed = packed
-        self.for_loop = False
         self.batches: Sequence[Any] = ()
         self.watched: WatchedUses | None = None
         self.loader: Any = None
@@ -246,7 +245,7 @@ class LossComputation:
         """
         if method.takes_item_count:
             keywords["num_items_in_batch"] = items
-        before, self.for_loop, balance = self.for_loop, True, self.rule.balance
+        before, self.for_loop = self.for_loop, True
         labels = inputs.get(self.label_names[0]) if self.label_names and isinstance(inputs, Mapping) else None
         tokens = labels.numel() if isinstance(labels, torch.Tensor) else math.inf
         # In an evaluation that wants outputs, the logits are made anyway, unless a function reduces them in pieces.
@@ -256,7 +255,6 @@ class LossComputation:
         try:
             with (
                 nullcontext() if self.watched is None else self.watched(),
-                nullcontext() if balance is None else balance.over_ranks(self.sharder is not None, self.rule.is_dummy),
                 nullcontext() if plain else self.chunked.deferring(model, always=self.defers_outputs),
                 self.sources.recording() if self.sources.ids is not None else nullcontext(),
             ):
@@ -382,6 +380,8 @@ class LossComputation:
                 from ds_trainer.training.model.packing.attention import documents_of
 
                 stack.enter_context(use_documents(documents_of(inputs)))
+            if self.rule.balance is not None:
+                stack.enter_context(self.rule.balance.over_ranks(self.sharder is not None, isinstance(local, Dummy)))
             if self.rows is not None:
                 from ds_trainer.parallel.expert_exchange import use_text
 

@@ -188,13 +188,11 @@ class LossRule:
         kept: the weighting of the checkpoint that the run resumes from (:meth:`Weighting.to_json`).
         verified: whether nothing is left to find out on the first batch.
         replicas: set by :meth:`declare` if the losses of the step add up to a mean on each replica; their number.
-        is_dummy: whether the micro-batch of the step is a dummy, whose tokens do not count in :attr:`balance`.
         scale: the factor by which ``compute_loss`` multiplies its result because transformers averages over ranks.
     """
 
     replicas: int | None = None
     scale: float = 1.0
-    is_dummy = False
 
     def __init__(
         self,

@@ -134,7 +134,8 @@ class MicroBatchRunner:
         self._seed = seed_of_micro_batches(args, engine.layout)
         self._layout, self._coordinates = engine.layout, engine.layout.coordinates(distributed.rank())
         self._loss_context = methods.loss_context or nullcontext
-        self._plain = self._accelerator is None and self._seed is None and not (losses.packed or losses.rows)
+        own_context = losses.packed or losses.rows or losses.rule.balance
+        self._plain = self._accelerator is None and self._seed is None and not own_context
         self.accumulation = 1
         """Micro-batches of this rank in the current step."""
         self.several_micro_batches = self.checks_parts = True
@@ -370,10 +371,9 @@ class StepRunner:
             losses, notifies = [], len(parts) > 1 and bool(events.handler.listeners("on_substep_end"))
             for index, batch in enumerate(parts):
                 last, local = index == len(parts) - 1, batch.local if isinstance(batch, ShardedBatch) else batch
-                self._losses.rule.is_dummy = dummy = isinstance(local, Dummy)
-                engine.begin_micro_batch(last, dummy)
+                engine.begin_micro_batch(last, isinstance(local, Dummy))
                 if self._gate_biases is not None:
-                    self._gate_biases.begin_micro_batch(index, dummy)
+                    self._gate_biases.begin_micro_batch(index, isinstance(local, Dummy))
                 run = partial(self._micro_batches.run, items=items, step=step, index=index)
                 losses.append(run(batch) if recovery is None else recovery.run(run, batch))
                 if begin_copy is not None and not last:  # beside what the device still computes

@@ -25,7 +25,7 @@ from ds_trainer.training.loop.router_balance import RouterBalance
 from ds_trainer.training.model.label_smoothing import label_smoother
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import assert_equal, distances
-from tests.support.experts import COEFFICIENT, FAMILIES, OwnExperts, mixtral, step_loss, weighted_means
+from tests.support.experts import COEFFICIENT, FAMILIES, OwnExperts, long_data, mixtral, step_loss, weighted_means
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.oracle import Trajectory, stack, train_plainly
 from tests.support.pool import pool
@@ -135,18 +135,6 @@ def test_the_cost_of_the_auxiliary_loss(make_model: Any, more: int, tmp_path: An
 # -- over ranks: shards of a sequence count together, and with global_router_aux_loss the batches of all replicas ------
 
 
-def long_data() -> list[dict[str, torch.Tensor]]:
-    """Sequences of 16 tokens, at least the last 5 padding: sharded over four ranks, one has nothing but padding."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for _ in range(SAMPLES):
-        used = int(torch.randint(4, 12, (), generator=generator))
-        mask = (torch.arange(16) < used).long()
-        tokens = torch.randint(3, 61, (16,), generator=generator) * mask
-        rows.append({"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": mask})
-    return rows
-
-
 def one_process(micro: int, data: Any = long_data, family: str = "mixtral", sizes: Any = equal) -> Trajectory:
     loss = partial(step_loss, sizes=partial(equal, micro) if sizes is equal else sizes)
     return train_plainly(FAMILIES[family](), data(), loss=loss, optimizer="sgd", learning_rate=0.3)
@@ -163,20 +151,30 @@ def test_sharded_sequences(cp: int, sp: int, dp: int, stage: int, tmp_path: Any)
         assert_equal(found, one_process(4))
 
 
-@pytest.mark.cases(2, "qwen3_moe-layout2-1")
+class OwnStep(Trainer):
+    """As scripts copy it from transformers."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+SP, CP, EP = {"sequence_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_parallel_size": 2}
+
+
+@pytest.mark.cases(2, "mixtral-2-axis2-1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 4}, {"dp": 2, "sp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "ep": 2}])
+@pytest.mark.parametrize(("dp", "axis"), [(2, {}), (4, {}), (2, SP), (2, CP), (2, EP)])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_batches_of_all_ranks(family: str, layout: dict[str, int], stage: int, tmp_path: Any) -> None:
+def test_batches_of_all_ranks(family: str, dp: int, axis: dict[str, int], stage: int, tmp_path: Any) -> None:
     """The term of a micro-batch is that of one process with the micro-batches of all replicas as one."""
-    names = {"sp": "sequence_parallel_size", "cp": "context_parallel_size", "ep": "expert_parallel_size"}
-    arguments = {names[axis]: size for axis, size in layout.items() if axis != "dp"}
-    world = layout["dp"] * layout.get("sp", 1) * layout.get("cp", 1)
-    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4 // layout["dp"], "zero_stage": stage}
-    job = partial(run, tmp_path, world, FAMILIES[family], data=long_data, global_router_aux_loss=True)
-    for found in job(**arguments, **batch, **({"self_test": "never"} if "ep" in layout else {})):
-        assert_equal(found, one_process(4 * layout["dp"], family=family))
-    assert distances(one_process(4, family=family), one_process(4 * layout["dp"], family=family))["weights"] > 1e-4
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4 // dp, "zero_stage": stage, **axis}
+    arguments |= {"self_test": "never", "global_router_aux_loss": True}
+    world, kind = 2 * dp if axis in (SP, CP) else dp, OwnStep if stage == 1 else Trainer
+    for found in run(tmp_path, world, FAMILIES[family], data=long_data, trainer_class=kind, **arguments):
+        assert_equal(found, one_process(4 * dp, family=family))
+    assert distances(one_process(4, family=family), one_process(4 * dp, family=family))["weights"] > 1e-4
 
 
 def test_a_term_of_another_formula_stays_that_of_the_model(caplog: Any) -> None:
