@@ -292,8 +292,6 @@ CASES = [
         activation_checkpointing=True,
         deepspeed={"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 2}},
     ),
-    keeps("experts-without-fp8", zero_stage=1, torch_compile=True, **_TWO_PARTS),
-    breaks("experts-without-fp8", zero_stage=1, fp8=True, device="cuda", bf16=True, **_TWO_PARTS),
     keeps("experts-without-zeropp", zero_stage=3, **_TWO_PARTS),
     keeps("experts-with-plain-offload", zero_stage=3, **_TWO_PARTS, offload_param="cpu", offload_optimizer="cpu"),
     breaks("experts-without-zeropp", device="cuda", zero_stage=3, **_TWO_PARTS, deepspeed=_QUANTIZED),

@@ -339,7 +339,6 @@ EXAMPLES: dict[str, Example] = {
         name: Example({"world": 2, "expert_parallel_size": 2, **arguments}, {"expert_parallel_size": 1})
         for name, arguments in (
             ("experts-without-zeropp", {"zero_stage": 3, "deepspeed": _HPZ}),
-            ("experts-without-fp8", {"zero_stage": 1, "fp8": True, "device": "cuda", "bf16": True}),
             ("experts-with-plain-offload", {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": "/nvme"}),
         )
     },

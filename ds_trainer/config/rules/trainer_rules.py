@@ -197,14 +197,6 @@ TRAINER = (
         "Remove these keys, or set expert_parallel_size=1.",
     ),
     Rule(
-        "experts-without-fp8",
-        "Settings that the Trainer manages",
-        ("expert_parallel_size", "fp8"),
-        lambda c: c.layout.ep > 1 and bool(c.args.fp8),
-        "fp8 is for linear layers, which stacked experts are not, and was not tried beside divided ones",
-        "Remove fp8, or set expert_parallel_size=1.",
-    ),
-    Rule(
         "experts-with-plain-offload",
         "Settings that the Trainer manages",
         (

@@ -18,6 +18,7 @@ from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.training.model import fp8
 from ds_trainer.utils.errors import ConfigError
 from tests.support.compare import relative
+from tests.support.expert_models import maker
 from tests.support.models import RaggedTokens, tiny_llama
 from tests.support.pool import RankFailure, pool
 from tests.support.runs import train_and_report
@@ -116,6 +117,17 @@ def test_losses_stay_in_a_band_around_bfloat16(stage: int, tmp_path: Path) -> No
         assert 0 < relative(found.losses, wanted.losses) < fp8.BAND
         assert relative(found.grad_norms, wanted.grad_norms) < 0.1
         assert found.weights.keys() == wanted.weights.keys()
+
+
+@needs_torchao
+@pytest.mark.parametrize("stage", [1, 3])
+def test_divided_experts_give_the_losses_of_whole_ones(stage: int, tmp_path: Path) -> None:
+    """Attention in 8 bits, experts in bfloat16: their products are summed in another order."""
+    job = [maker("qwen3_moe"), partial(RaggedTokens, 37), str(tmp_path)]
+    more = {**ARGUMENTS, "zero_stage": stage, "fp8": True, "learning_rate": 1e-3, "max_steps": 3, "self_test": "never"}
+    divided, whole = (pool(2).run(partial(emulated, *job, **more, expert_parallel_size=size))[0] for size in (2, 1))
+    assert relative(divided.losses, whole.losses) < 2e-3
+    assert relative(divided.grad_norms, whole.grad_norms) < 0.02
 
 
 @needs_torchao
