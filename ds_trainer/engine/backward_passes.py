@@ -27,9 +27,12 @@ from ds_trainer.engine.own_updates import OwnUpdates
 from ds_trainer.engine.weights import is_released
 from ds_trainer.engine.zero3.shard_access import called_by_script
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+logger = get_logger(__name__)
 
 _STAGE_3 = (
     "{what} ZeRO 3 releases the weights during a backward pass, so a graph can be used only once, and not for second "
@@ -42,6 +45,12 @@ _GRADIENT = (
     "rank before the reduction (ZeRO {stage}, {ranks} ranks, {dtype}). Set max_grad_norm to clip, scale the loss "
     "instead of the gradient, or read it in on_pre_optimizer_step with deepspeed.utils.safe_get_full_grad. Adversarial "
     "training (FGM, SAM), which changes weights by their gradient, needs one rank and zero_stage=0 in float32."
+)
+_OF_MICRO_BATCH = (
+    "training_step computes the gradient of %s with torch.autograd.grad. That is the gradient of one micro-batch of "
+    "one rank, not of the step, so what follows from it (weights that it moves, as in SAM; weights of losses) depends "
+    "on per_device_train_batch_size, gradient_accumulation_steps and the number of ranks. Use one rank and one "
+    "micro-batch a step where it must not."
 )
 _SHARD = (
     "training_step uses the data of {name}, but ZeRO 3 has only a part of this weight on each rank. Gather it with "
@@ -78,7 +87,8 @@ class BackwardPasses:
         if ranks > 1 or stage > 0 or engine.fp16_enabled():
             dtype = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
             self._shown = self._watched_class({"stage": stage, "ranks": ranks, "dtype": dtype})
-        self.is_dummy = self.divides = False
+        self._several = ranks * engine.gradient_accumulation_steps() > 1
+        self._said = self.is_dummy = self.divides = False
         self.given: list[torch.Tensor] | None = None
         if not engine.is_deepcompile_enabled():
             self._engine._backward_prologue = lambda: None
@@ -210,15 +220,22 @@ class BackwardPasses:
 
     def _reaches_parameters(self) -> bool:
         """Whether autograd's current pass adds to the gradient of a parameter; ``torch.autograd.grad`` does not."""
-        for parameter in self._engine.module.parameters():
+        for name, parameter in self._engine.module.named_parameters():
             if parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 try:
                     if torch._C._will_engine_execute_node(node):
                         return True
                 except RuntimeError:  # torch.autograd.grad for this parameter
+                    self._say_of_micro_batch(name)
                     return False
         return False
+
+    def _say_of_micro_batch(self, name: str) -> None:
+        """Warn once of a gradient of ``name`` that is not that of the step. What a loss takes is measured instead."""
+        if self._updates.in_step and not self._said and self._several:
+            self._said = True
+            logger.warning(_OF_MICRO_BATCH, name)
 
 
 def unusable(loss: torch.Tensor) -> ConfigError:

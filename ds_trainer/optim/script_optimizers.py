@@ -53,16 +53,18 @@ def check_divided_updates(optimizer: Any, stage: int, tensor_parallel: int, expe
             f"step() of {name} needs {listed(needed)}, and the engine calls it without arguments, once an update. "
             "Use an optimizer that needs the gradients only."
         )
-    if stage == 0 and tensor_parallel * expert_parallel == 1:
-        return
+    divided = stage > 0 or tensor_parallel * expert_parallel > 1
     axis, ranks = ("tensor", tensor_parallel) if expert_parallel == 1 else ("expert", expert_parallel)
     division = f"zero_stage={stage}" if stage else f"{axis}_parallel_size={ranks}"
     random = random_state()
     try:
         whole, again = (_updated(optimizer, 1, stage) for _ in range(2))
-        reason = _difference(optimizer, whole, stage)
+        reason = _difference(optimizer, whole, stage) if divided else ""
     except Exception as error:
-        logger.warning("%s could not be tried on divided tensors, which %s gives it: %s", name, division, error)
+        if _runs_with_closure(optimizer, stage):
+            raise ConfigError(_CLOSURE.format(name=name, error=error)) from error
+        if divided:
+            logger.warning("%s could not be tried on divided tensors, which %s gives it: %s", name, division, error)
         return
     finally:
         restore_random_state(random)
@@ -72,6 +74,20 @@ def check_divided_updates(optimizer: Any, stage: int, tensor_parallel: int, expe
             f"them: {reason}. Set zero_stage=0 (without {axis}_parallel_size), or use an optimizer that treats each "
             "element by itself."
         )
+
+
+_CLOSURE = (
+    "step() of {name} fails without a closure ({error}), and the engine calls it without arguments, once an update. An "
+    "optimizer that computes gradients itself (SAM, LBFGS) cannot be used."
+)
+
+
+def _runs_with_closure(optimizer: Any, stage: int) -> bool:
+    try:
+        _updated(optimizer, 1, stage, lambda: torch.zeros(()))
+    except Exception:
+        return False
+    return True
 
 
 def _is_elementwise(optimizer: Any) -> bool:
@@ -89,7 +105,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE * float(one.abs().max()))
 
 
-def _updated(optimizer: Any, ranks: int, stage: int) -> torch.Tensor:
+def _updated(optimizer: Any, ranks: int, stage: int, *closure: Any) -> torch.Tensor:
     """All values of the tensors after some steps on so many ranks."""
     generator = torch.Generator().manual_seed(0)
     shapes = [
@@ -118,7 +134,9 @@ def _updated(optimizer: Any, ranks: int, stage: int) -> torch.Tensor:
             for turn in [[place] for place in range(len(groups))] if ranks > 1 and stage == 3 else [range(len(groups))]:
                 for place, group in enumerate(groups):
                     probe.param_groups[place]["params"] = group if place in turn else []
-                type(probe).step(probe)  # not the attribute: a schedule has wrapped the method of the original
+                type(probe).step(
+                    probe, *closure
+                )  # not the attribute: a schedule has wrapped the method of the original
         parameters.append([torch.cat([parameter.detach().flatten() for parameter in group]) for group in groups])
     return torch.cat([torch.cat(group) for group in zip(*parameters, strict=True)])
 

@@ -57,6 +57,15 @@ class Wrapping(torch.optim.Optimizer):
         return self.base.step(closure)
 
 
+class Sharpness(Wrapping):
+    """SAM: computes a second gradient where the first one leads."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Sharpness Aware Minimization requires closure"
+        closure()
+        return self.base.step()
+
+
 class Noisy(torch.optim.SGD):
     """Draws numbers, so that no two updates are equal."""
 
@@ -132,3 +141,6 @@ def test_a_count_of_its_own_calls_at_stage_3() -> None:
 
 def test_a_step_that_needs_a_closure() -> None:
     assert "step() of LBFGS needs closure" in refusal(lambda layers: torch.optim.LBFGS(layers.parameters()), 0)
+    for stage in range(4):
+        found = refusal(lambda layers: Sharpness(torch.optim.SGD(layers.parameters(), lr=0.1)), stage)
+        assert "step() of Sharpness fails without a closure (Sharpness Aware Minimization requires closure" in found

@@ -283,7 +283,7 @@ def _with_lengths() -> dict[str, torch.Tensor]:
     return {"x": _x(30), "labels": ragged(ignored=0, high=5), "label_lengths": torch.arange(1, 7)}
 
 
-def _padded(ignored: int = -100) -> dict[str, torch.Tensor]:
+def padded(ignored: int = -100) -> dict[str, torch.Tensor]:
     return {"x": _x(8), "labels": ragged(ignored=ignored, high=5)}
 
 
@@ -328,17 +328,17 @@ FUNCTIONS = (
     _of("triplets", _triplet, _triplets, ITEMS, "retrieval"),
     _of("cosine similarity of pairs", _cosine, lambda: {"x": _x(2), "labels": torch.rand(6)}, ITEMS, "retrieval"),
     _of("boxes: sum over boxes / boxes of the batch", _of_boxes, _boxes, other_than(0), "vision"),
-    _of("pixel cross-entropy, 255 ignored", _tokens(ignore_index=255), lambda: _padded(255), other_than(255), "vision"),
+    _of("pixel cross-entropy, 255 ignored", _tokens(ignore_index=255), lambda: padded(255), other_than(255), "vision"),
     _of("Dice", _dice, lambda: {"x": _x(), "labels": torch.rand(6, 5).round()}, NONE, "vision"),
     _of("CTC, mean", ctc("mean"), _long, SAMPLES, "audio"),
     _of("CTC, sum", ctc("sum"), _long, SUM, "audio"),
     _of("CTC, sum over label lengths", _ctc_over_labels, _long, ITEMS, "audio"),
     _of("CTC, labels padded with 0, with lengths", _ctc_with_lengths, _with_lengths, other_than(0), "audio"),
-    _of("token cross-entropy", _tokens(), _padded, ITEMS),
-    _of("token cross-entropy, sum", _tokens(reduction="sum"), _padded, SUM),
-    _of("token cross-entropy, 0 ignored", _tokens(ignore_index=0), lambda: _padded(0), other_than(0)),
+    _of("token cross-entropy", _tokens(), padded, ITEMS),
+    _of("token cross-entropy, sum", _tokens(reduction="sum"), padded, SUM),
+    _of("token cross-entropy, 0 ignored", _tokens(ignore_index=0), lambda: padded(0), other_than(0)),
     _of(
-        "token cross-entropy, labels shifted", _shifted, _padded, other_than(-100, first=" after the first of each row")
+        "token cross-entropy, labels shifted", _shifted, padded, other_than(-100, first=" after the first of each row")
     ),
     _of("tokens weighted in the batch", _by_weights, _token_weights, "entries, weighted or counted by 'weights',"),
     _of(
@@ -347,8 +347,8 @@ FUNCTIONS = (
         lambda: {"x": _x(8), "input_ids": ragged(ignored=0, high=5).flip(0)},
         other_than(0, "input_ids", " after the first of each row"),
     ),
-    _of("mean over samples of means over tokens", _mean_of_means, _padded, SAMPLES),
-    _of("token cross-entropy, sum / batch size", _tokens_over_samples, _padded, SAMPLES),
+    _of("mean over samples of means over tokens", _mean_of_means, padded, SAMPLES),
+    _of("token cross-entropy, sum / batch size", _tokens_over_samples, padded, SAMPLES),
     _of(
         "samples by importance",
         lambda z, labels, importance: _by_weights(z[:, None], labels[:, None], importance[:, None]),
@@ -360,7 +360,7 @@ FUNCTIONS = (
     _of("several labels with weights", _several, lambda: {"x": _x(), "labels": torch.rand(6, 5).round()}, ITEMS),
     _of("Kullback-Leibler divergence, batchmean", _divergence, lambda: {"x": _x(), "labels": torch.rand(6, 5)}, ITEMS),
     _of("focal loss, sum", _focal, single, SUM),
-    _of("tokens and samples, two heads", _two_heads, lambda: {**_padded(), "label": classes()}, NONE),
+    _of("tokens and samples, two heads", _two_heads, lambda: {**padded(), "label": classes()}, NONE),
     _of("masked mean squared error", _masked_error, _observed, other_than(0, "observed_mask"), "time series"),
     _of("mean squared error, NaN ignored", _known_error, _partly_known, other_than(-100), "time series"),
     _of("root of the mean squared error", lambda z, labels: F.mse_loss(z, labels).sqrt(), _values, NONE),
@@ -389,10 +389,10 @@ FUNCTIONS = (
         "entries, weighted or counted by 'n_frames',",
         "time series",
     ),
-    _of("several exits", _exits, _padded, ITEMS),
-    _of("tokens and samples with uncertainty weights", _uncertainty, lambda: {**_padded(), "label": classes()}, NONE),
-    _of("token cross-entropy + a penalty on weights", lambda z, labels: _tokens()(z, labels) + 0.7, _padded, ITEMS),
-    _of("token cross-entropy, sum + a penalty on weights", _sum_and_more, _padded, NONE),
-    _of("token cross-entropy + load balance", _balanced, _padded, NONE),
+    _of("several exits", _exits, padded, ITEMS),
+    _of("tokens and samples with uncertainty weights", _uncertainty, lambda: {**padded(), "label": classes()}, NONE),
+    _of("token cross-entropy + a penalty on weights", lambda z, labels: _tokens()(z, labels) + 0.7, padded, ITEMS),
+    _of("token cross-entropy, sum + a penalty on weights", _sum_and_more, padded, NONE),
+    _of("token cross-entropy + load balance", _balanced, padded, NONE),
     _of("hardest half of the batch", _hardest_half, single, NONE),
 )

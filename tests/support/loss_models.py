@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.support.loss_functions import (
     FUNCTIONS,
@@ -23,6 +24,7 @@ from tests.support.loss_functions import (
     classes,
     numbers,
     other_than,
+    padded,
     ragged,
     single,
 )
@@ -172,6 +174,29 @@ def _hardest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.square().mean(1).topk(round(len(labels) / 2)).values.sum()
 
 
+class Sloped(Head):
+    """Takes derivatives: ``loss(logits, labels, x, weight)``."""
+
+    def forward(self, x: torch.Tensor, labels: Any = None, **batch: Any) -> dict[str, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        logits = self.layer(x)
+        return {"loss": self._loss(logits, labels, x, self.layer.weight), "logits": logits}
+
+
+def _slopes(logits: torch.Tensor, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    (slopes,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
+    return (
+        F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / len(logits)
+        + slopes.flatten(1).square().sum(1).mean()
+    )
+
+
+def _balanced_norms(logits: torch.Tensor, labels: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    first, second = F.cross_entropy(logits, labels), logits.square().mean()
+    norms = [torch.autograd.grad(loss, weight, retain_graph=True)[0].norm() for loss in (first, second)]
+    return first + norms[0] / norms[1] * second
+
+
 CASES = (
     _bert("SequenceClassification", _THREE, lambda: _text(classes())),
     _bert("SequenceClassification (regression)", {**_TEXT, "num_labels": 1}, lambda: _text(torch.randn(6))),
@@ -240,4 +265,6 @@ CASES = (
     _pair("Siglip"),
     *FUNCTIONS,
     LossCase("hardest half of the batch, sum", "function", lambda: Head(_hardest), single, NONE),
+    LossCase("a penalty on the slopes at the inputs", "function", lambda: Sloped(_slopes), padded, SAMPLES),
+    LossCase("two losses, balanced by norms of gradients", "function", lambda: Sloped(_balanced_norms), single, NONE),
 )

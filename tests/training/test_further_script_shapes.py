@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import pytest
@@ -12,9 +13,10 @@ from torch.utils.data import DataLoader
 
 import ds_trainer
 from ds_trainer import ConfigError
+from tests.support.compare import weight_distance
 from tests.support.pool import pool
-from tests.training.test_own_steps import Classifier, rows
-from tests.training.test_script_shapes import ANY, LAST, compare
+from tests.training.test_own_steps import Classifier, Step, rows
+from tests.training.test_script_shapes import ANY, LAST, compare, ours, theirs
 
 
 class PenaltyInForward(Classifier):
@@ -96,3 +98,42 @@ def evaluated(folder: str) -> None:
 
 def test_an_evaluation_without_a_training_refuses_weights_that_are_not_gathered(tmp_path: Any) -> None:
     pool(2).run(evaluated, str(tmp_path))
+
+
+class Moved(Step):
+    """Sharpness-aware: moves the weights by a gradient that is never in a parameter, and back."""
+
+    def passes(self: Any, model: Any, inputs: Any, items: Any) -> Any:
+        parameters, steps = list(self.model.parameters()), self.args.gradient_accumulation_steps
+        loss = self.compute_loss(model, inputs) / steps
+        slopes = torch.autograd.grad(loss, parameters)
+        for sign in (1, -1):
+            with torch.no_grad():
+                torch._foreach_add_(parameters, slopes, alpha=0.5 * sign)
+            if sign > 0:
+                self.accelerator.backward(self.compute_loss(model, inputs) / steps)
+        return loss.detach()
+
+
+def moved(folder: str, stage: int) -> tuple[list[str], Any]:
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("ds_trainer.engine.backward_passes")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        found = ours(Moved, folder, 1, torch.distributed.get_world_size(), stage)
+    finally:
+        logger.removeHandler(handler)
+    return lines, found
+
+
+def test_a_gradient_of_one_rank_is_said(tmp_path: Any) -> None:
+    """What is computed from it depends on the layout; ZeRO 3 has no weights to move."""
+    wanted = pool(1).run(theirs, Moved, str(tmp_path / "theirs"), 1)[0]
+    for stage in (0, 2):
+        lines, found = pool(1).run(moved, str(tmp_path / "alone"), stage)[0]
+        assert lines == [] and weight_distance(found, wanted) < 1e-5
+    lines, found = pool(2).run(moved, str(tmp_path / "two"), 2)[0]
+    assert lines[0].startswith("training_step computes the gradient of first.weight with torch.autograd.grad")
+    assert len(lines) == 1 and weight_distance(found, wanted) > 1e-5
+    assert "ZeRO 3 has only a part of each weight" in pool(2).run(moved, str(tmp_path / "three"), 3)[0][1]

@@ -45,7 +45,7 @@ from ds_trainer.training.loop.batches import checked_batch, checked_raw_batch
 from ds_trainer.training.loop.device_copies import on_device
 from ds_trainer.training.loop.index_errors import explain_index_error
 from ds_trainer.training.loop.loss_computation import LossMethod
-from ds_trainer.training.loop.loss_measurement import few_samples, measured_weighting
+from ds_trainer.training.loop.loss_measurement import LossMeasurement, few_samples
 from ds_trainer.training.loop.loss_rule import Weighting
 from ds_trainer.training.loop.packed_data import summary_of
 from ds_trainer.utils import distributed
@@ -228,16 +228,8 @@ class EvalLoop:
 
         more = partial(few_samples, self.loader, rule.count)
         replica = self.assembly.layout.coordinates(distributed.rank()).dp
-        found = measured_weighting(
-            loss_of=loss_of,
-            model=model,
-            batch=inputs if shards is None else losses.beginning(inputs),
-            items=rule.count,
-            owner=trainer,
-            replica=replica,
-            more=more,
-            shards=shards,
-        )
+        batch = inputs if shards is None else losses.beginning(inputs)
+        found = LossMeasurement(loss_of, model, batch, rule.count, (trainer,), replica, more, shards=shards).weighting()
         if shards is not None:
             rule.use(found)
         losses.sources.take()  # of no batch

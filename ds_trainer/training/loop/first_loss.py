@@ -16,7 +16,7 @@ from ds_trainer.training.loop.auxiliary_loss import warn_of_undivided_part
 from ds_trainer.training.loop.batch_splitting import joined, with_equal_rows
 from ds_trainer.training.loop.item_count import ItemCount
 from ds_trainer.training.loop.loss_computation import LossComputation, LossMethod
-from ds_trainer.training.loop.loss_measurement import ENOUGH, checked_sum, few_samples, measured_weighting
+from ds_trainer.training.loop.loss_measurement import ENOUGH, LossMeasurement, few_samples
 from ds_trainer.training.out_of_memory import NotRepeatable, is_out_of_memory
 from ds_trainer.utils import distributed
 from ds_trainer.utils.logging import get_logger
@@ -128,7 +128,7 @@ class FirstLoss:
         of_libraries = all(name.startswith(("ds_trainer.", "transformers.models.")) for name in code)
         if of_libraries and self._losses.loss_function is None:  # tests hold these
             return
-        self._depends = self._measured(checked_sum, model, inputs)
+        self._depends = self._measured(model, inputs, LossMeasurement.not_a_sum)
         if not self._depends:
             return
         once, twice = (self._without_graph(model, copy.copy(inputs), n * self._count.detach()) for n in (1, 2))
@@ -142,13 +142,13 @@ class FirstLoss:
         losses, rule = self._losses, self._losses.rule
         rule.verified = True
         if not rule.weighting.settled:
-            rule.use(self._measured(measured_weighting, model, inputs, kept=rule.kept))
+            rule.use(self._measured(model, inputs, lambda measurement: measurement.weighting(rule.kept)))
             if not rule.weighting.settled:
                 losses.look_again()
         if rule.weighting.count is not rule.count:
             self.items = losses.recount()
 
-    def _measured(self, measure: Callable[..., Any], model: nn.Module, inputs: Any, **more_arguments: Any) -> Any:
+    def _measured(self, model: nn.Module, inputs: Any, measure: Callable[[LossMeasurement], Any]) -> Any:
         """What ``measure`` finds with samples of this rank, whose losses it computes as user code does."""
         losses, rule = self._losses, self._losses.rule
         shards = None if losses.sharder is None else losses
@@ -169,19 +169,12 @@ class FirstLoss:
 
         plain = self._prepare.__module__.startswith(__name__.partition(".")[0])
         more_samples = more if plain and not losses.packed else None
-        replica, owner = self._layout.coordinates(distributed.rank()).dp, owner_of(self._method.call)
+        replica, owners = self._layout.coordinates(distributed.rank()).dp, [owner_of(self._method.call)]
         ids = losses.sources.ids
         found = measure(
-            loss_of=loss_of,
-            model=model,
-            batch=batch,
-            items=rule.count,
-            owner=owner,
-            replica=replica,
-            more=more_samples,
-            training=True,
-            shards=shards,
-            **more_arguments,
+            LossMeasurement(
+                loss_of, model, batch, rule.count, owners, replica, more_samples, training=True, shards=shards
+            )
         )
         losses.sources.ids = ids
         return found

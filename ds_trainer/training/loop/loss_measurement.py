@@ -1,6 +1,7 @@
 """Measures what the loss of a micro-batch is: a mean over samples, over items, over something else, a sum, or neither.
 
-A few samples of a batch are computed together and in parts, in one or two ways, without gradients. With
+A few samples of a batch are computed together and in parts, in one or two ways, without gradients, unless the loss
+itself takes one. With
 the losses ``l_p`` of the parts and their counts ``c_p``, a mean over what ``c`` counts is ``sum_p c_p l_p / sum_p c_p``
 for all samples together; a sum is ``sum_p l_p``. Candidates for which this does not hold are rejected; of
 the others, the first one is right, or nothing that the batch contains can tell it from the right one.
@@ -11,9 +12,8 @@ different means). It is weighted by the nearest of items and samples, and one se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,127 +43,124 @@ _READ = 16  # samples of a dataset that are looked at to find two that differ
 ENOUGH = 4  # samples; a loss of pairs or triplets is often the mean of those of two single ones
 
 
-def measured_weighting(
-    loss_of: Callable[[Any], torch.Tensor | None],
-    model: nn.Module,
-    batch: Any,
-    items: ItemCounter,
-    owner: Any = None,
-    replica: int = 0,
-    more: Callable[[], Any] | None = None,
-    training: bool = False,
-    kept: Mapping[str, Any] | None = None,
-    shards: LossComputation | None = None,
-) -> Weighting:
-    """Measure how losses of micro-batches make the loss of all of them. The same on all ranks. Collective.
+@dataclass(frozen=True)
+class LossMeasurement:
+    """Passes that measure what the losses of micro-batches make. All methods are collective.
 
-    Runs three to seven forward passes of at most four samples; as many in the other mode if one fails, or draws random
-    numbers that cannot be repeated. Afterwards model and random generators are as before.
-
-    Args:
+    Attributes:
         loss_of: the loss of some samples of a batch, as user code gets them. Collective if the model's forward is.
         model: the model or its engine.
         batch: a micro-batch of this rank; that of the first rank whose samples can tell is measured.
         items: counts the items of a batch, the first candidate.
-        owner: what ``loss_of`` keeps here is as before afterwards.
+        owners: what ``loss_of`` keeps here is as before afterwards.
         replica: index of this rank's replica.
         more: reads a batch of two or four samples, if no ``batch`` can tell; None if there is no dataset.
         training: whether the losses are those of a training: the model is in training mode, but for dropout modules and
             statistics of batches. Otherwise it is in evaluation mode.
-        kept: :meth:`Weighting.to_json` of a checkpoint, which counts as long as the losses agree with it.
         shards: shards the sequences of a ``batch``, which is in host memory; None without sequence sharding.
-
-    Raises:
-        ConfigError: the loss of a sequence does not follow from the losses of its shards.
     """
-    before = None if kept is None else weighting_from(kept, items)
-    with undisturbed(model), nullcontext() if owner is None else plain_attributes_restored(owner):
-        whole, reason = _samples(batch, items, more, 2 if shards is None else 1)
-        first, own = units_of(whole, items.label_names, getattr(base_model(model), "config", None))
-        units: list[Any] = [*([] if before is None else [before.count]), *first, items, SAMPLES, *own]
-        given: dict[str, Any] = dict(loss_of=loss_of, model=model, units=units, training=training, replica=replica)
-        found = _found(whole, shards=shards, **given)
-        fails = found is not None and not found.fits and found.among_ranks is None
-        if fails and shards is None and (pairs := _pairs(batch, items)) is not None:
-            of_pairs = LossPasses(whole=pairs, splits=PAIRS, **given).run()
-            if of_pairs.fits[:1] not in ([], [len(units)]) or of_pairs.among_ranks is not None:
-                found = of_pairs
-    if found is not None and found.random and distributed.rank() == 0:
-        logger.info(_DRAWS, type(base_model(model)).__name__, extra={CHECK: "loss"})
-    verdict = _verdict(type(base_model(model)).__name__, found, units, items, reason, before)
-    # Of a loss that is not additive, an evaluation would say the same again.
-    return replace(verdict, for_evaluation=found is None or found.for_evaluation or not verdict.additive)
 
+    loss_of: Callable[[Any], torch.Tensor | None]
+    model: nn.Module
+    batch: Any
+    items: ItemCounter
+    owners: Sequence[Any] = ()
+    replica: int = 0
+    more: Callable[[], Any] | None = None
+    training: bool = False
+    shards: LossComputation | None = None
 
-def checked_sum(
-    loss_of: Callable[[Any], torch.Tensor | None],
-    model: nn.Module,
-    batch: Any,
-    items: ItemCounter,
-    owner: Any = None,
-    replica: int = 0,
-    more: Callable[[], Any] | None = None,
-    training: bool = True,
-    shards: LossComputation | None = None,
-) -> str:
-    """Why a loss of a script that is divided by the item count of the step is not the sum of those of its parts.
+    def weighting(self, kept: Mapping[str, Any] | None = None) -> Weighting:
+        """Measure how losses of micro-batches make the loss of all of them. The same on all ranks.
 
-    Empty if it is, or if it cannot be measured. For the arguments see :func:`measured_weighting`. Collective.
+        Runs three to seven forward passes of at most four samples; as many in the other mode if one fails, or draws
+        random numbers that cannot be repeated. Afterwards model and random generators are as before.
 
-    Raises:
-        ConfigError: the loss of a sequence is not the sum of the losses of its shards.
-    """
-    with undisturbed(model), nullcontext() if owner is None else plain_attributes_restored(owner):
-        whole, _ = _samples(batch, items, more, 2 if shards is None else 1)
-        given: dict[str, Any] = dict(loss_of=loss_of, model=model, units=[], training=training, replica=replica)
-        found = _found(whole, shards=shards, **given)
-    if found is None or found.error or max(found.residuals) < 0 or (found.drew and not (found.fits or found.repeats)):
+        Args:
+            kept: :meth:`Weighting.to_json` of a checkpoint, which counts as long as the losses agree with it.
+
+        Raises:
+            ConfigError: the loss of a sequence does not follow from the losses of its shards.
+        """
+        items, name = self.items, type(base_model(self.model)).__name__
+        before = None if kept is None else weighting_from(kept, items)
+        with undisturbed(self.model), plain_attributes_restored(*self.owners):
+            whole, reason = self._samples()
+            first, own = units_of(whole, items.label_names, getattr(base_model(self.model), "config", None))
+            units: list[Any] = [*([] if before is None else [before.count]), *first, items, SAMPLES, *own]
+            found = self._found(whole, units)
+            fails = found is not None and not found.fits and found.among_ranks is None
+            if fails and self.shards is None and (pairs := _pairs(self.batch, items)) is not None:
+                of_pairs = self._passes(pairs, units, self.training, splits=PAIRS)
+                if of_pairs.fits[:1] not in ([], [len(units)]) or of_pairs.among_ranks is not None:
+                    found = of_pairs
+        if found is not None and found.random and distributed.rank() == 0:
+            logger.info(_DRAWS, name, extra={CHECK: "loss"})
+        verdict = _verdict(name, found, units, items, reason, before)
+        # Of a loss that is not additive, an evaluation would say the same again.
+        return replace(verdict, for_evaluation=found is None or found.for_evaluation or not verdict.additive)
+
+    def not_a_sum(self) -> str:
+        """Why a loss of a script that is divided by the item count of the step is not the sum of those of its parts.
+
+        Empty if it is, or if it cannot be measured.
+
+        Raises:
+            ConfigError: the loss of a sequence is not the sum of the losses of its shards.
+        """
+        with undisturbed(self.model), plain_attributes_restored(*self.owners):
+            found = self._found(self._samples()[0], [])
+        if found is None or found.error or max(found.residuals) < 0:
+            return ""
+        if found.drew and not (found.fits or found.repeats):
+            return ""
+        name = type(base_model(self.model)).__name__
+        if found.among_ranks is not None:
+            return _AMONG_RANKS % (name, *found.among_ranks)
+        if not found.fits:
+            return _NOT_DIVIDED % (name, found.numbers())
+        if found.fit_shards == []:
+            raise ConfigError(_NOT_A_SUM_OF_SHARDS.format(name, *found.whole_and_shards))
         return ""
-    name = type(base_model(model)).__name__
-    if found.among_ranks is not None:
-        return _AMONG_RANKS % (name, *found.among_ranks)
-    if not found.fits:
-        return _NOT_DIVIDED % (name, found.numbers())
-    if found.fit_shards == []:
-        raise ConfigError(_NOT_A_SUM_OF_SHARDS.format(name, *found.whole_and_shards))
-    return ""
 
+    def _samples(self) -> tuple[Any, str]:
+        """The samples to measure, the same on all ranks, and why there are none. Collective.
 
-def _found(whole: Any, training: bool, **given: Any) -> LossPasses | None:
-    """The passes in the mode that tells, for the arguments of :class:`LossPasses`; None without samples."""
-    found = None
-    for mode in (training, not training) if whole is not None else ():
-        found = LossPasses(whole=whole, training=mode, **given).run()
-        if found.short and (samples := number_of_samples(whole)) > 2:
-            whole = samples_of_batch(whole, [0, samples - 1])
-            found = LossPasses(whole=whole, training=mode, **given).run()
-        if not found.error and (found.fits or not found.drew or found.repeats):
-            break
-    return found
+        All compute the same: their passes communicate alike, and fail alike, under ZeRO-3 too.
+        """
+        batch, items, more = self.batch, self.items, self.more
+        world, rank = distributed.world_size(), distributed.rank()
+        tells = _can_tell(batch, items)
+        votes = [tells and (_has_tokens(batch, items) or number_of_samples(batch) >= ENOUGH), tells]
+        best, first = distributed.agree(torch.tensor([(world - rank) * vote for vote in votes]))
+        source = world - (best or first or world)
+        if more is not None and not best:
+            found = None
+            try:
+                found = more() if rank == 0 else None
+            except Exception as problem:  # samples of the data set that no batch has together may not fit into one
+                logger.debug("Samples of the data set make no batch: %s", problem)
+            if distributed.agree(torch.tensor([int(found is not None)]))[0]:
+                source, batch = 0, batch if found is None else found
+        chosen, reason = distributed.broadcast_object(
+            _most_different(batch, items, 2 if self.shards is None else 1) if rank == source else None, source
+        )
+        return on_device(chosen, _device_of(batch)), reason
 
+    def _passes(self, whole: Any, units: list[Any], training: bool, **more: Any) -> LossPasses:
+        return LossPasses(self.loss_of, self.model, whole, units, training, self.replica, **more).run()
 
-def _samples(batch: Any, items: ItemCounter, more: Callable[[], Any] | None, least: int) -> tuple[Any, str]:
-    """The samples to measure, at least so many, the same on all ranks, and why there are none. Collective.
-
-    All compute the same: their passes communicate alike, and fail alike, under ZeRO-3 too.
-    """
-    world, rank = distributed.world_size(), distributed.rank()
-    tells = _can_tell(batch, items)
-    votes = [tells and (_has_tokens(batch, items) or number_of_samples(batch) >= ENOUGH), tells]
-    best, first = distributed.agree(torch.tensor([(world - rank) * vote for vote in votes]))
-    source = world - (best or first or world)
-    if more is not None and not best:
+    def _found(self, whole: Any, units: list[Any]) -> LossPasses | None:
+        """The passes in the mode that tells; None without samples."""
         found = None
-        try:
-            found = more() if rank == 0 else None
-        except Exception as problem:  # samples of the data set that no batch has together may not fit into one
-            logger.debug("Samples of the data set make no batch: %s", problem)
-        if distributed.agree(torch.tensor([int(found is not None)]))[0]:
-            source, batch = 0, batch if found is None else found
-    chosen, reason = distributed.broadcast_object(
-        _most_different(batch, items, least) if rank == source else None, source
-    )
-    return on_device(chosen, _device_of(batch)), reason
+        for mode in (self.training, not self.training) if whole is not None else ():
+            found = self._passes(whole, units, mode, shards=self.shards)
+            if found.short and (samples := number_of_samples(whole)) > 2:
+                whole = samples_of_batch(whole, [0, samples - 1])
+                found = self._passes(whole, units, mode, shards=self.shards)
+            if not found.error and (found.fits or not found.drew or found.repeats):
+                break
+        return found
 
 
 def _pairs(batch: Any, items: ItemCounter) -> Any:

@@ -82,7 +82,7 @@ class LossPasses:
     """Losses of some samples and of parts of them, in the mode that the model is in.
 
     Args:
-        loss_of, model, replica: see :func:`~ds_trainer.training.loop.loss_measurement.measured_weighting`.
+        loss_of, model, replica: see :class:`~ds_trainer.training.loop.loss_measurement.LossMeasurement`.
         whole: two to four samples.
         units: the candidates.
         training: whether the model is in training mode.
@@ -101,6 +101,7 @@ class LossPasses:
         repeats: whether each sample drew the same ones in all passes, as far as that is known.
         for_evaluation: whether the result is known to hold in evaluation mode.
         short: whether memory ran out on a rank.
+        with_graph: whether the loss takes derivatives itself (``torch.autograd.grad``): passes then have a graph.
         among_ranks: the loss of a part, and its loss while other replicas have other samples, if these differ.
         whole_and_shards: the loss of all, and what those of their shards give by each candidate and as a sum.
         fit_shards: the candidates for which both are equal; None: not compared.
@@ -108,7 +109,7 @@ class LossPasses:
     """
 
     among_ranks: tuple[float, float] | None = None
-    random = alike = False
+    random = alike = with_graph = False
 
     def __init__(
         self,
@@ -278,7 +279,7 @@ class LossPasses:
         """Add the loss of ``batch``, with the same random numbers as before."""
         restore_random_state(self._start)
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, torch.set_grad_enabled(self.with_graph):
                 for mode in (None if draws is None else draws.of(rows), noticed):
                     if mode is not None:
                         stack.enter_context(mode)
@@ -289,6 +290,9 @@ class LossPasses:
         except ReleasedWeight:
             raise
         except Exception as problem:  # a loss may need more samples than a part has; the real pass comes later
+            if not self.with_graph and "does not require grad" in str(problem):  # on all ranks alike
+                self.with_graph = True
+                return self._add(rows, batch, draws, noticed)
             self.short = self.short or is_out_of_memory(problem)
             if self.short and _communicates(self.model):
                 text = f"{problem}\nThis was a look at a few samples, which all ranks compute together"

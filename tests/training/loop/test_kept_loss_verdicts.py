@@ -11,7 +11,7 @@ import torch
 
 from ds_trainer import Trainer, TrainingArguments
 from ds_trainer.training.loop.batch_splitting import samples_of_batch
-from ds_trainer.training.loop.loss_measurement import measured_weighting, weighting_from
+from ds_trainer.training.loop.loss_measurement import LossMeasurement, weighting_from
 from ds_trainer.training.loop.loss_rule import loss_in, loss_rule_of
 from tests.support.loss_functions import Head, ctc
 from tests.training.loop.test_measured_losses import BY_NAME, measured
@@ -31,15 +31,15 @@ def test_a_checkpoint_keeps_what_the_loss_is_the_mean_of(caplog: pytest.LogCaptu
     def loss_of(part: Any) -> torch.Tensor:
         return loss_in(model(**part), model, part)
 
-    assert str(measured_weighting(loss_of, model, alike, items).count) == "items"
-    again = measured_weighting(loss_of, model, alike, items, kept=kept)
+    assert str(LossMeasurement(loss_of, model, alike, items).weighting().count) == "items"
+    again = LossMeasurement(loss_of, model, alike, items).weighting(kept)
     assert (str(again.count), again.settled) == ("samples", True)
     one = samples_of_batch(batch, [0])
-    assert str(measured_weighting(loss_of, model, one, items, kept=kept).count) == "samples"
+    assert str(LossMeasurement(loss_of, model, one, items).weighting(kept).count) == "samples"
     logging.getLogger("ds_trainer").propagate = True
     model = Head(ctc("sum"))
     with caplog.at_level(logging.WARNING, "ds_trainer"):
-        assert measured_weighting(loss_of, model, batch, items, kept=kept).summed
+        assert LossMeasurement(loss_of, model, batch, items).weighting(kept).summed
     assert "is not what it was when the checkpoint was written (weighted by samples)" in caplog.text
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_trainer.training.loop.loss_measurement import measured_weighting
+from ds_trainer.training.loop.loss_measurement import LossMeasurement
 from ds_trainer.training.loop.loss_rule import ItemCounter
 from ds_trainer.utils import plain_attributes
 
@@ -100,7 +100,9 @@ class Script:
 def measure(script: Script, model: nn.Module) -> None:
     batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(3))}
     items = ItemCounter(["labels"], False)
-    measured_weighting(lambda part: script.loss(model, part), model, batch, items, owner=script, training=True)
+    LossMeasurement(
+        lambda part: script.loss(model, part), model, batch, items, owners=(script,), training=True
+    ).weighting()
 
 
 @pytest.mark.parametrize("name", KEPT)

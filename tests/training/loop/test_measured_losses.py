@@ -14,7 +14,7 @@ from torch import nn
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.data.columns import find_label_names
 from ds_trainer.training.loop.batch_splitting import samples_of_batch
-from ds_trainer.training.loop.loss_measurement import measured_weighting
+from ds_trainer.training.loop.loss_measurement import LossMeasurement
 from ds_trainer.training.loop.loss_rule import ItemCounter, Weighting, loss_in, loss_rule_of
 from ds_trainer.utils.seeds import random_state
 from tests.support.loss_functions import NONE, SUM, Head, LossCase, ctc
@@ -29,7 +29,7 @@ def measured(case: LossCase, model: nn.Module, batch: Any) -> Weighting:
         return loss_in(model(**part), model, part)
 
     rule = loss_rule_of(model, find_label_names(model) or ["labels"])
-    return measured_weighting(loss_of, model, batch, rule.count)
+    return LossMeasurement(loss_of, model, batch, rule.count).weighting()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -46,8 +46,7 @@ def test_the_loss_of_a_batch_follows_from_the_losses_of_its_parts(case: LossCase
         return  # a part draws other numbers
     model.eval()
     parts = [samples_of_batch(batch, rows) for rows in ([0], [1, 2], [3, 4, 5])]
-    with torch.no_grad():
-        whole, *losses = (float(loss_in(model(**part), model, part)) for part in [batch, *parts])
+    whole, *losses = (float(loss_in(model(**part), model, part).detach()) for part in [batch, *parts])
     weights = [1.0 if weighting.summed else float(weighting.count(part)) for part in parts]
     total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
     assert total / (1.0 if weighting.summed else sum(weights)) == pytest.approx(whole, rel=1e-5)
@@ -177,14 +176,12 @@ def test_runs_equal_one_process_in_every_layout(
 
 def wrongly_trained(name: str, output_dir: str) -> tuple[float, float, float]:
     """As :func:`trained`, with the items as weights, as if nothing were measured."""
-    from ds_trainer.training.loop import first_loss
-
-    real = first_loss.measured_weighting
-    first_loss.measured_weighting = lambda loss_of, model, batch, items, **more: Weighting(items, settled=True)
+    real = LossMeasurement.weighting
+    LossMeasurement.weighting = lambda self, kept=None: Weighting(self.items, settled=True)  # type: ignore[method-assign]
     try:
         return trained(name, output_dir, 3, 2, 0)[:3]
     finally:
-        first_loss.measured_weighting = real
+        LossMeasurement.weighting = real  # type: ignore[method-assign]
 
 
 def test_a_wrong_weight_is_noticed(tmp_path: Path) -> None:
@@ -280,12 +277,12 @@ def test_training_and_evaluation_may_be_means_of_different_things() -> None:
     def loss_of(part: Any) -> torch.Tensor:
         return loss_in(model(**part), model, part)
 
-    trained = measured_weighting(loss_of, model, batch, items, training=True)
+    trained = LossMeasurement(loss_of, model, batch, items, training=True).weighting()
     assert (str(trained.count), trained.for_evaluation, trained.settled) == ("samples", False, True)
-    assert str(measured_weighting(loss_of, model, batch, items).count) == "items"
+    assert str(LossMeasurement(loss_of, model, batch, items).weighting().count) == "items"
     model = OtherInTraining(queues=True)
-    assert not measured_weighting(loss_of, model, batch, items, training=True).additive
-    assert measured_weighting(loss_of, model, batch, items).additive
+    assert not LossMeasurement(loss_of, model, batch, items, training=True).weighting().additive
+    assert LossMeasurement(loss_of, model, batch, items).weighting().additive
     assert torch.equal(model.queue, torch.ones(4, 5))
 
 
@@ -298,7 +295,7 @@ def calls_of(case: LossCase, training: bool) -> int:
         calls.append(1)
         return loss_in(model(**part), model, part)
 
-    measured_weighting(loss_of, model, batch, loss_rule_of(model, ["labels"]).count, training=training)
+    LossMeasurement(loss_of, model, batch, loss_rule_of(model, ["labels"]).count, training=training).weighting()
     return len(calls)
 
 
@@ -322,7 +319,7 @@ def test_a_contrastive_loss_of_like_vectors_is_no_sum(spread: float) -> None:
     def loss_of(part: Any) -> torch.Tensor:
         return loss_in(model(**part), model, part)
 
-    found = measured_weighting(loss_of, model, batch, loss_rule_of(model, ["labels"]).count)
+    found = LossMeasurement(loss_of, model, batch, loss_rule_of(model, ["labels"]).count).weighting()
     assert (found.additive, found.summed) == (False, False)
 
 
