@@ -229,7 +229,8 @@ class EvalLoop:
         more = partial(few_samples, self.loader, rule.count)
         replica = self.assembly.layout.coordinates(distributed.rank()).dp
         batch = inputs if shards is None else losses.beginning(inputs)
-        found = LossMeasurement(loss_of, model, batch, rule.count, (trainer,), replica, more, shards=shards).weighting()
+        settings: dict[str, Any] = {"owners": (trainer,), "replica": replica, "more": more, "shards": shards}
+        found = LossMeasurement(loss_of, model, batch, rule.count, **settings).weighting()
         if shards is not None:
             rule.use(found)
         losses.sources.take()  # of no batch

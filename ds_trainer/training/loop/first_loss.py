@@ -171,11 +171,8 @@ class FirstLoss:
         more_samples = more if plain and not losses.packed else None
         replica, owners = self._layout.coordinates(distributed.rank()).dp, [owner_of(self._method.call)]
         ids = losses.sources.ids
-        found = measure(
-            LossMeasurement(
-                loss_of, model, batch, rule.count, owners, replica, more_samples, training=True, shards=shards
-            )
-        )
+        settings: dict[str, Any] = {"owners": owners, "replica": replica, "more": more_samples, "shards": shards}
+        found = measure(LossMeasurement(loss_of, model, batch, rule.count, training=True, **settings))
         losses.sources.ids = ids
         return found
 

@@ -148,7 +148,7 @@ class LossMeasurement:
         return on_device(chosen, _device_of(batch)), reason
 
     def _passes(self, whole: Any, units: list[Any], training: bool, **more: Any) -> LossPasses:
-        return LossPasses(self.loss_of, self.model, whole, units, training, self.replica, **more).run()
+        return LossPasses(self.loss_of, self.model, whole, units, training, replica=self.replica, **more).run()
 
     def _found(self, whole: Any, units: list[Any]) -> LossPasses | None:
         """The passes in the mode that tells; None without samples."""
