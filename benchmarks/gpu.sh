@@ -14,7 +14,7 @@
 #   kernels     ring attention's kernels against torch's attention; the loss in tiles against whole logits; a layer of
 #               divided experts with one, two and four ranks on one GPU
 #   speed       tokens/s and memory with one feature changed, and the kernels of a step; tokens/s, MFU and peak memory beside a
-#               bare loop and transformers.Trainer
+#               bare loop and transformers.Trainer, of 1B parameters and of four layers of a mixture of experts
 #   memory      memory and time of a step of twelve runs, compared with what the planner predicts; the longest sequence that
 #               fits at 8B with LoRA and everything that saves memory
 #   stalls      how often the host waits for the GPU in a step; how long a checkpoint interrupts training
@@ -195,6 +195,7 @@ run_stage() {
     speed-*)
         part throughput 300 gpu_throughput.py "${models[@]}"
         part features $all gpu_features.py variants "${variants[@]}"
+        [ "$device" = cpu ] || part experts-steps 200 gpu_throughput.py --models "30b-a3b, 4 layers"
         ;;
     memory-*)
         part memory 300 gpu_memory.py

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ class Case:
     """One model and what goes through it.
 
     Attributes:
+        experts: stacked experts of a layer, each ``intermediate`` wide, of which a token goes through 8; 0: none.
         lora: rank of the adapters on all linear layers; 0 trains the whole model.
         recompute: activations are recomputed in the backward pass.
         warmup, steps: optimizer steps of a turn before the clock starts, and those that are timed.
@@ -31,6 +34,7 @@ class Case:
     tied: bool
     micro_batch: int
     sequence: int = 4096
+    experts: int = 0
     lora: int = 0
     recompute: bool = False
     rounds: int = 3
@@ -38,16 +42,18 @@ class Case:
     steps: int = 8
 
 
-# Shapes of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B, all as Llama.
+# Shapes of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B, all as Llama; four layers of Qwen3-30B-A3B.
 CASES = {
     "cuda": [
         Case("0.5b", 896, 4864, 24, 14, 2, 151936, True, micro_batch=4),
         Case("1b", 2048, 8192, 16, 32, 8, 128256, True, micro_batch=4),
         Case("3b", 3072, 8192, 28, 24, 8, 128256, True, micro_batch=2, recompute=True),
+        Case("30b-a3b, 4 layers", 2048, 768, 4, 32, 4, 151936, False, micro_batch=2, experts=128),
         Case("8b lora", 4096, 14336, 32, 32, 8, 128256, False, micro_batch=2, lora=16, recompute=True),
     ],
     "cpu": [
         Case("tiny", 64, 160, 2, 4, 2, 256, True, 2, sequence=64, rounds=2, warmup=1, steps=2),
+        Case("tiny experts", 64, 32, 2, 4, 2, 256, False, 2, 64, experts=16, rounds=1, warmup=1, steps=2),
         Case("tiny lora", 64, 160, 2, 4, 2, 256, False, 2, 64, lora=4, recompute=True, rounds=1, warmup=1, steps=2),
     ],
 }
@@ -58,9 +64,11 @@ CASES = {
 
 def build_model(case: Case, device: str) -> nn.Module:
     """The model with random weights, made on the device, in bf16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-    config = LlamaConfig(
+    experts = dict(num_experts=case.experts, num_experts_per_tok=8, moe_intermediate_size=case.intermediate)
+    make: Any = partial(Qwen3MoeConfig, **experts, head_dim=128) if case.experts else LlamaConfig
+    config = make(
         vocab_size=case.vocabulary,
         hidden_size=case.hidden,
         intermediate_size=case.intermediate,
@@ -76,7 +84,7 @@ def build_model(case: Case, device: str) -> nn.Module:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model: nn.Module = LlamaForCausalLM(config)
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(default)
     if case.lora:

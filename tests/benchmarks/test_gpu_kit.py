@@ -117,7 +117,7 @@ def test_every_other_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     assert len(found["pairs"]) == 2
     assert len(found["loss"]) > 5 and all(case["same"] for case in found["loss"])
     assert [case["ranks"] for case in found["experts"]] == [1] * 6 + [2, 2, 4, 4]
-    assert len(found["memory"]) == 11
+    assert len(found["memory"]) == 12
     assert all(case["predicted"]["tensors"] > 0 and case["measured"]["seconds"] > 0 for case in found["memory"])
     assert found["longest"][-1] == {"longest": 128, "out_of_time": False}
     assert [case["variant"] for case in found["syncs"]] == list(gpu_syncs.VARIANTS)
@@ -249,8 +249,9 @@ def test_a_loss_that_differs_from_the_bare_loop_invalidates_the_measurement() ->
     assert not gpu_throughput.same_losses([float("nan")], [float("nan")])
 
 
-def test_flops_of_adapters_are_those_of_a_frozen_model() -> None:
-    full, lora = gpu_throughput.CASES["cuda"][2:]
+def test_flops_are_those_of_the_weights_that_compute() -> None:
+    """Of adapters those of a frozen model, of experts those of the chosen ones."""
+    full, experts, lora = gpu_throughput.CASES["cuda"][2:]
     tokens = full.micro_batch * full.sequence
     weights = 3.2e9
     attention = 12 * full.layers * full.hidden * full.sequence * tokens
@@ -258,6 +259,10 @@ def test_flops_of_adapters_are_those_of_a_frozen_model() -> None:
     frozen = gpu_throughput.flops_of_step(lora)
     trained = gpu_throughput.flops_of_step(gpu_throughput.replace(lora, lora=0))
     assert 0.66 < frozen / trained < 0.75
+    chosen, tokens = experts.layers * 8 * 3 * experts.hidden * experts.intermediate, experts.micro_batch * 4096
+    others = experts.hidden * (experts.vocabulary + experts.layers * (2 * 4096 + 2 * 512 + experts.experts))
+    attention = 12 * experts.layers * 4096 * 4096 * tokens
+    assert gpu_throughput.flops_of_step(experts) == pytest.approx(6 * (chosen + others) * tokens + attention, rel=0.05)
 
 
 @pytest.mark.parametrize(
