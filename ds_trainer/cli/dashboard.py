@@ -24,6 +24,7 @@ from ds_trainer.monitor.report.run_files import METRICS_NAME, RunFiles, is_numbe
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.exit_codes import DONE
 from ds_trainer.utils.files import directory_problem, parse_json
+from ds_trainer.utils.output_files import set_aside
 
 HELP = "show a run in the terminal while it trains"
 DESCRIPTION = (
@@ -81,6 +82,8 @@ def train_with_dashboard(words: Sequence[str], directory: Path) -> int:
         raise ConfigError("--dashboard is for a run of one process. Use `ds-trainer dashboard RUN` in another shell.")
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / LOG_NAME
+    if log.is_file() and log.stat().st_size:
+        set_aside(log)
     with open(log, "wb") as output:
         # A session of its own: the terminal sends Ctrl-C to this process alone, which passes it on once.
         process = subprocess.Popen(

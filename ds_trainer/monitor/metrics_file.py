@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from ds_trainer.utils.files import parse_json, write_text_atomic
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.output_files import set_aside
 from ds_trainer.utils.secrets import without_secrets
 
 logger = get_logger("monitor.records")
@@ -112,22 +113,25 @@ class MetricsWriter:
         self._stream: TextIO | None = None
 
     def start_new(self) -> None:
-        """Start an empty file. The file of an earlier run is renamed to ``<stem>.previous<suffix>``."""
+        """Start an empty file. That of an earlier run is kept as ``<stem>.previous<suffix>``."""
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size > 0:
-            previous = self.path.with_name(f"{self.path.stem}.previous{self.path.suffix}")
-            os.replace(self.path, previous)
-            logger.info("renamed %s of an earlier run to %s", self.path.name, previous)
+            set_aside(self.path)
         write_text_atomic(self.path, "")
 
     def resume_at(self, step: int) -> dict[str, Any] | None:
         """Drop the records after ``step``, so that repeated steps are not in the curve twice.
 
-        A truncated line is dropped as well. Returns the last remaining record, or None.
+        A truncated line is dropped as well. A file without steps is that of a user, and set aside.
+        Returns the last remaining record, or None.
         """
         self.close()
-        kept = [record for record in read_records(self.path) if _step_of(record) <= step]
+        records = read_records(self.path)
+        if not any("step" in record for record in records) and self.path.exists() and self.path.stat().st_size > 0:
+            set_aside(self.path)
+            records = []
+        kept = [record for record in records if _step_of(record) <= step]
         write_text_atomic(self.path, "".join(_line(record) for record in kept))
         return kept[-1] if kept else None
 

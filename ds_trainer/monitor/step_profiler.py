@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ds_trainer.monitor.health.heartbeat import COMPUTE, DATA, UPDATE
 from ds_trainer.monitor.kernel_groups import covered, group_seconds, table
-from ds_trainer.utils.files import write_json, write_text_atomic
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.output_files import keep_of_user, note_written, write_output, write_output_json
 from ds_trainer.utils.units import counted
 
 logger = get_logger(__name__)
@@ -111,12 +111,15 @@ class StepProfiler:
             torch.cuda.synchronize(self._device)
         profiler.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
+        keep_of_user(self._directory / TRACE)
         profiler.export_chrome_trace(str(self._directory / TRACE))
+        note_written(self._directory / TRACE)
         figures = step_profile(profiler, self._done)
-        write_json(self._directory / FIGURES, figures.to_dict() | ({"at_best": self._best} if self._best else {}))
+        content = figures.to_dict() | ({"at_best": self._best} if self._best else {})
+        write_output_json(self._directory / FIGURES, content)
         standing = self._standing(figures.seconds) if self._standing else ""
         text = page_text(figures, TRACE, self._best, standing)
-        write_text_atomic(self._directory / PAGE, text)
+        write_output(self._directory / PAGE, text)
         logger.info("profile of %s (%s):\n%s", counted(self._done, "step"), self._directory / PAGE, text)
 
     def _end_phase(self) -> None:

@@ -24,7 +24,7 @@ from ds_trainer.samples.images.image_encoder import ImageCollator, ImageEncoder
 from ds_trainer.samples.prepared.dataset import PreparedDataset
 from ds_trainer.samples.sources.mixture_stream import MixtureStream
 from ds_trainer.utils.errors import ConfigError
-from ds_trainer.utils.files import write_json
+from ds_trainer.utils.output_files import write_output_json
 from ds_trainer.utils.secrets import without_secrets
 from ds_trainer.utils.units import counted
 
@@ -104,10 +104,9 @@ class FineTuningJob(Job):
     def begin(self, trainer: Trainer) -> None:
         """Write the data card, so that a run that dies has it."""
         if trainer.is_world_process_zero():
-            # Write the card of `self.data` to `output_dir`.
             output_dir = Path(str(trainer.args.output_dir))
-            output_dir.mkdir(parents=True, exist_ok=True)
-            write_json(output_dir / DATA_CARD_NAME, without_secrets(data_card(self.data, self.tokenizer.pretrained)))
+            card = data_card(self.data, self.tokenizer.pretrained)
+            write_output_json(output_dir / DATA_CARD_NAME, without_secrets(card))
 
     def evaluate(self, trainer: Trainer) -> float | None:
         """The loss on the held-out samples."""

@@ -23,8 +23,8 @@ from ds_trainer.recipes.recipe import Recipe
 from ds_trainer.training.resume.output_directory import OutputDirectory
 from ds_trainer.training.resume.resumption import weights_directory
 from ds_trainer.utils.errors import ConfigError, Problems
-from ds_trainer.utils.files import write_json
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.output_files import keep_of_user, write_output_json
 from ds_trainer.utils.printable import shown
 from ds_trainer.utils.secrets import without_secrets
 from ds_trainer.utils.units import counted, human_duration
@@ -131,6 +131,7 @@ class Job(ABC):
         self.begin(trainer)
         is_main = trainer.is_world_process_zero()
         if is_main:
+            keep_of_user(output_dir / RESULTS_NAME)
             (output_dir / RESULTS_NAME).unlink(missing_ok=True)  # of an earlier run
         called = time.perf_counter()
         output = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -162,7 +163,7 @@ class Job(ABC):
             "versions": versions(),
         }
         print(shown(self.report(results, evaluation)), flush=True)
-        write_json(output_dir / RESULTS_NAME, without_secrets(results))
+        write_output_json(output_dir / RESULTS_NAME, without_secrets(results))
         return results
 
 

@@ -124,18 +124,6 @@ def new_output(path: str | os.PathLike[str], source: str, kind: str = "file") ->
     return target
 
 
-def write_result(path: Path, text: str) -> None:
-    """:func:`write_text_atomic` of a file of the output directory, for which a failure is an error of the request.
-
-    Raises:
-        ConfigError: it cannot be written; names it and the reason.
-    """
-    try:
-        write_text_atomic(path, text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
 def flush(descriptor: int) -> None:
     """Wait until everything that was written to a file, or to the entries of a directory, is on disk.
 

@@ -30,6 +30,7 @@ from ds_trainer.checkpoint.protocol.other_formats import detect_format
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.files import directory_problem, user_path
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
+from ds_trainer.utils.output_files import set_aside
 
 logger = get_logger(__name__)
 
@@ -178,7 +179,10 @@ class CheckpointDirectory:
         return partial
 
     def _set_pointer(self, partial: Path) -> None:
-        disk.rename(partial, self.path / POINTER)
+        pointer = self.path / POINTER
+        if os.path.lexists(pointer) and not _is_pointer(pointer):  # DeepSpeed's own, for one
+            set_aside(pointer, disk.rename)
+        disk.rename(partial, pointer)
         disk.flush_file(self.path)
 
     # -- removing -----------------------------------------------------------------------------------------------------
@@ -227,6 +231,14 @@ def _how_to_use(path: Path) -> str:
     return (
         "" if foreign is None else f" {foreign.format.value} wrote it: resume_from_checkpoint={str(path)!r} reads it."
     )
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether this package wrote what is at ``path``, or nothing can replace it: a directory."""
+    if path.is_symlink() or not path.is_file():
+        return path.is_dir() and not path.is_symlink()
+    with path.open("rb") as stream:
+        return _NAME.fullmatch(stream.read(100).decode(errors="replace").strip()) is not None
 
 
 def _return_files(kept: Path, final: Path) -> None:

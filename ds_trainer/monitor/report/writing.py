@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ds_trainer.monitor.report.contents import read_report
 from ds_trainer.monitor.report.figures import loss_charts, quantity_chart
 from ds_trainer.monitor.report.page import report_page
 from ds_trainer.utils.files import write_text_atomic
+from ds_trainer.utils.output_files import write_output
 from ds_trainer.utils.printable import printable
 
 PAGE_NAME, CONTENT_NAME = "report.html", "report.json"
@@ -70,16 +71,16 @@ def write_comparison(first: Path, second: Path, target: Path, device_hour_price:
         OSError: a file cannot be written.
     """
     comparison = comparison_of(read_report(first, device_hour_price), read_report(second, device_hour_price))
-    _write_json(target.with_suffix(".json"), comparison)
-    _write(target, printable(comparison_page(comparison)))
+    _write_json(target.with_suffix(".json"), comparison, write_text_atomic)
+    _write(target, printable(comparison_page(comparison)), write_text_atomic)
     return target
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, Any], write: Callable[[Path, str], None] = write_output) -> None:
     plain = without_nonfinite(content)
-    _write(path, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    _write(path, json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n", write)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, write: Callable[[Path, str], None] = write_output) -> None:
     """Write ``text``; half of a surrogate pair, from a file name or from data, becomes a question mark."""
-    write_text_atomic(path, text.encode("utf-8", errors="replace").decode("utf-8"))
+    write(path, text.encode("utf-8", errors="replace").decode("utf-8"))

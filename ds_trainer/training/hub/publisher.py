@@ -21,8 +21,8 @@ from ds_trainer.training.startup.process_setup import join_ranks
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.failures import fails_together
-from ds_trainer.utils.files import write_text_atomic
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.output_files import write_output
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -257,7 +257,7 @@ class HubPublisher:
         if strategy not in _WITH_CHECKPOINTS:
             checkpoints = ()
         self._write_card(**(card or {}))
-        write_text_atomic(self.output_dir / _ARGUMENTS, args.to_json_string() + "\n")
+        write_output(self.output_dir / _ARGUMENTS, args.to_json_string() + "\n")
 
         def prepare(staged: Path) -> list[Commit]:
             commits = [Commit(stage_model(self.output_dir, staged / "model"), message)]

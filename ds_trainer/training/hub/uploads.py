@@ -28,7 +28,7 @@ _FAILED = "%s Training continues, and the next push sends everything again."
 FOLDER = "hub_push"  # hidden: .hub_push.HOST.PROCESS..., since another process may push from the same directory
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # The pointer names a checkpoint of this directory; the others are about this machine.
-_LEFT_OUT = ("latest", "run_history.jsonl", "run_history.previous.jsonl", "report.html", "report.json")
+_LEFT_OUT = re.compile(r"latest(\.previous.*)?|(run_history|report)(\.previous.*)?\.(jsonl|html|json)")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _files(folder: Path, leave_out_checkpoints: bool = False) -> list[Path]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", "_")):
             continue
-        if leave_out_checkpoints and (_CHECKPOINT.match(path.name) or path.name in _LEFT_OUT):
+        if leave_out_checkpoints and (_CHECKPOINT.match(path.name) or _LEFT_OUT.fullmatch(path.name)):
             continue
         if path.is_file():
             paths.append(path)

@@ -10,7 +10,8 @@ from ds_trainer.engine.process_group import stop_process_group
 from ds_trainer.monitor.step_line import format_metrics, metrics_table
 from ds_trainer.training.loop.token_counter import batch_flops
 from ds_trainer.training.overrides.base import TrainerBase
-from ds_trainer.utils.files import parse_json, write_text_atomic
+from ds_trainer.utils.files import parse_json
+from ds_trainer.utils.output_files import write_output
 from ds_trainer.utils.plain_attributes import only_looks
 from ds_trainer.utils.printable import say, shown
 
@@ -32,7 +33,7 @@ class LoggingMethods(TrainerBase):
     def save_state(self) -> None:
         """Write ``trainer_state.json`` to the output directory (main process)."""
         if self.is_world_process_zero():
-            self.state.save_to_json(self._ds_trainer.output_dir / STATE_FILE)
+            write_output(self._ds_trainer.output_dir / STATE_FILE, self.state.to_json())
 
     # -- work and metrics ---------------------------------------------------------------------------------------------
 
@@ -72,11 +73,11 @@ class LoggingMethods(TrainerBase):
         """
         if not self.is_world_process_zero():
             return
-        write_text_atomic(self._ds_trainer.output_dir / f"{split}_results.json", _json(metrics))
+        write_output(self._ds_trainer.output_dir / f"{split}_results.json", _json(metrics))
         if combined:
             path = self._ds_trainer.output_dir / "all_results.json"
             earlier = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
-            write_text_atomic(path, _json({**earlier, **metrics}))
+            write_output(path, _json({**earlier, **metrics}))
 
     # -- the end of a script ------------------------------------------------------------------------------------------
 

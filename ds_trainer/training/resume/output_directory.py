@@ -29,13 +29,13 @@ from ds_trainer.checkpoint.protocol.checkpoint_directory import (
 from ds_trainer.checkpoint.protocol.writer_group import WriterGroup
 from ds_trainer.config.compiled import CompiledConfig
 from ds_trainer.config.library_optimizer_table import library_optimizer
-from ds_trainer.monitor.report.history import HISTORY_NAME
 from ds_trainer.optim.optimizer_builder import parameters_of_groups
 from ds_trainer.optim.schedule_stepping import steps_on_metric
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError, listed
-from ds_trainer.utils.files import exists, parse_json, write_result
+from ds_trainer.utils.files import exists, parse_json
 from ds_trainer.utils.logging import EVERY_RANK, get_logger
+from ds_trainer.utils.output_files import write_result
 
 if TYPE_CHECKING:
     from ds_trainer.checkpoint.converters.transformers_reader import RunningModel
@@ -59,10 +59,6 @@ def write_compiled(directory: Path, compiled: CompiledConfig, args: TrainingArgu
             f"deepspeed={os.fspath(named)!r} ({args.where('deepspeed')}) is where the run writes its own; it "
             "would be replaced. Name the file otherwise, or set another output_dir."
         )
-    kept = path.with_name("ds_config.previous.json")  # of a start before this one, which may have ended early
-    if path.is_file() and not any(exists(directory / name) for name in (HISTORY_NAME, "latest", kept.name)):
-        os.replace(path, kept)
-        logger.info("renamed %s, which was there before this run, to ds_config.previous.json", path)
     write_result(path, text)
 
 

@@ -376,24 +376,41 @@ def test_what_is_no_output_directory_is_refused(output_dir: str) -> None:
 
 
 def trained_beside(output_dir: str, deepspeed: str | None) -> str:
-    args = TrainingArguments(output_dir, max_steps=1, use_cpu=True, disable_tqdm=True, deepspeed=deepspeed)
+    args = TrainingArguments(output_dir, max_steps=1, use_cpu=True, deepspeed=deepspeed)
     trainer = Trainer(tiny_llama(), args, train_dataset=RaggedTokens(8))
     try:
-        trainer.train()
+        trainer.save_metrics("train", trainer.train().metrics)
+        trainer.create_model_card()
         trainer.engine.close()
     except ConfigError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_configuration_of_the_user_is_not_replaced(tmp_path: Path, is_named: bool) -> None:
+NAMES = """ds_config.json ds_config.previous.json metrics.jsonl metrics.previous.jsonl run_history.jsonl latest.previous
+run_history.previous.jsonl report.html report.json report.previous.html trainer_state.json latest train_results.json
+all_results.json README.md"""
+
+
+def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
+    """In a new directory, in that of a run, after a start that ended early; files of runs do not heap up."""
+    mine = {f'{{"mine": "{name}"}}' for name in NAMES.split()}
+    for before in ((), ("run_history.jsonl", "latest", "report.html")):
+        for name in before:  # as if it had ended early, and the user put another file there
+            (tmp_path / name).unlink(missing_ok=True)
+        for name in NAMES.split() if not before else before[-1:]:
+            write_text_atomic(tmp_path / name, f'{{"mine": "{name}"}}')
+        assert pool(1).run(trained_beside, str(tmp_path), None) == [""]
+        texts = [path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+        assert mine <= set(texts), before
+    assert texts.count('{"mine": "report.html"}') == 2  # each of them
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"report.previous-3.html", "metrics.previous-3.jsonl", "latest.previous-2", "ds_config.json"}
+    assert not left & {"ds_config.previous-3.json", "report.previous-4.html", "trainer_state.previous-2.json"}
+
+
+def test_a_configuration_that_is_named_is_not_replaced(tmp_path: Path) -> None:
     theirs = tmp_path / "ds_config.json"
     theirs.write_text('{"zero_optimization": {"stage": 1}}')
-    for again in (False, True):
-        (said,) = pool(1).run(trained_beside, str(tmp_path), str(theirs) if is_named else None)
-        assert ("would be replaced" in said) is is_named, (said, again)
-        for name in ("run_history.jsonl", "latest"):  # as if it had ended early
-            (tmp_path / name).unlink(missing_ok=True)
-    kept = theirs if is_named else tmp_path / "ds_config.previous.json"
-    assert kept.read_text() == '{"zero_optimization": {"stage": 1}}'
+    (said,) = pool(1).run(trained_beside, str(tmp_path), str(theirs))
+    assert "would be replaced" in said and theirs.read_text() == '{"zero_optimization": {"stage": 1}}'

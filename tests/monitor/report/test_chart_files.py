@@ -14,6 +14,7 @@ import pytest
 from ds_trainer.monitor.metrics_file import MetricsWriter
 from ds_trainer.monitor.report.charts import smooth, stacked_file
 from ds_trainer.monitor.report.writing import write_plots
+from ds_trainer.utils.output_files import RECORD
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -58,7 +59,7 @@ def test_a_long_run_with_evaluations_and_baselines(tmp_path: Path) -> None:
         assert wanted in found
     drawn = (tmp_path / "loss.svg").read_text()
     assert len(re.findall(r'<path class="line c[0-9]', drawn)) == 3 and drawn.count("<circle") == 6
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["loss.svg", "metrics.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {RECORD, "loss.svg", "metrics.jsonl"}
 
 
 def test_everything_else_that_changes_has_a_chart_of_its_own(tmp_path: Path) -> None:
