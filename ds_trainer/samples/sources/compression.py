@@ -10,25 +10,57 @@ import lzma
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from ds_trainer.utils.errors import ConfigError
+from ds_trainer.utils.host_memory import free_host_memory
+from ds_trainer.utils.units import human_bytes
 
-MAX_WHOLE_BYTES, MAX_DECOMPRESSED = 2**30, 2**28
+MAX_WHOLE_BYTES = 2**30
+"""How large a JSON value may be that has to be in memory at once: an object that is the whole file."""
+MOST_GROWTH, FREE_GROWTH = 250, 2**26
+"""How much larger a compressed file may become, beyond its first 64 MiB. Of texts it is 3 to 30 times."""
 
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """What reading a file raises if it is missing, protected, truncated or damaged."""
 
 
-def _open_zstd(path: Path) -> IO[bytes]:
+def _open_zstd(packed: IO[bytes]) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigError(f"Reading {path} needs pyarrow; install it with pip install 'ds-trainer[hf]'.") from error
-    return cast("IO[bytes]", io.BufferedReader(cast("Any", pyarrow.input_stream(str(path), compression="zstd"))))
+        raise ConfigError(
+            f"Reading {packed.name} needs pyarrow; install it with pip install 'ds-trainer[hf]'."
+        ) from error
+    return pyarrow.input_stream(packed, compression="zstd")
 
 
-_OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+_OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+
+
+class _Decompressed(io.RawIOBase):
+    """What a compressed file becomes, as far as it does not grow as no text does: OSError then."""
+
+    def __init__(self, path: Path) -> None:
+        self._packed = path.open("rb")
+        self._stream = _OPENERS[path.suffix.lower()](self._packed)
+        self._size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        data = self._stream.read(len(target))
+        self._size += len(data)
+        if self._size > max(FREE_GROWTH, MOST_GROWTH * self._packed.tell()):
+            text = f"it becomes more than {MOST_GROWTH} times as large as it is; decompress it"
+            raise OSError(errno.EFBIG, text)
+        target[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._packed.close()
+        super().close()
 
 
 def open_bytes(path: Path) -> IO[bytes]:
@@ -38,8 +70,7 @@ def open_bytes(path: Path) -> IO[bytes]:
         ConfigError: a library that this needs is not installed.
         OSError: the file cannot be opened.
     """
-    opener = _OPENERS.get(path.suffix.lower())
-    return path.open("rb") if opener is None else cast("IO[bytes]", opener(path))
+    return io.BufferedReader(_Decompressed(path), 2**20) if is_compressed(path) else path.open("rb")
 
 
 def is_compressed(path: Path) -> bool:
@@ -49,21 +80,23 @@ def is_compressed(path: Path) -> bool:
 
 def read_whole(path: Path) -> bytes:
     """The content of a file that has to be in memory at once; OSError if it has too many bytes."""
-    most, parts = MAX_DECOMPRESSED if is_compressed(path) else MAX_WHOLE_BYTES, []
+    most, content = most_bytes(), io.BytesIO()
     with open_bytes(path) as stream:
-        while most >= 0 and (part := stream.read(2**20)):
-            parts.append(part)
-            most -= len(part)
-    if most < 0:
-        raise OSError(errno.EFBIG, too_large(path))
-    return b"".join(parts)
+        while content.tell() <= most and (part := stream.read(2**20)):
+            content.write(part)
+    if content.tell() > most:
+        raise OSError(errno.EFBIG, too_large())
+    return content.getvalue()
 
 
-def too_large(path: Path) -> str:
+def most_bytes() -> int:
+    """How many bytes a text may have that is one sample or document: its tokens have to be in memory beside it."""
+    return free_host_memory() // 4
+
+
+def too_large() -> str:
     """What is said about a file that :func:`read_whole` refuses."""
-    if is_compressed(path):
-        return f"it has more than {MAX_DECOMPRESSED // 2**20} MiB once it is decompressed; decompress it"
-    return f"it is larger than {MAX_WHOLE_BYTES // 2**20:,} MiB as one value; write one sample per line (jsonl)"
+    return f"as one text it is larger than a quarter of the free memory ({human_bytes(most_bytes())}); divide it"
 
 
 def uncompressed_name(name: str) -> str:

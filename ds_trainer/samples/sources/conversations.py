@@ -38,7 +38,11 @@ _MEDIA = ("text", "image", "image_url", "video", "audio")
 _IMAGE_KEYS = ("type", "image", "image_url", "path", "url", "base64")
 _REASONING = ("thinking", "reasoning_content", "reasoning")
 _PAIR = (("human", "user"), ("assistant", "gpt", "bot"))  # a turn of both, in one mapping
-_TRAIN, _TRAIN_ANSWER = ("train", "weight"), ("loss", "loss_scale")
+_TRAIN, _TRAIN_ANSWER = (
+    ("train", "training", "trainable", "train_on_turn", "loss_mask", "weight"),
+    ("loss", "loss_scale"),
+)
+_UNCLEAR = ("mask", "masked", "ignore", "ignored")  # a mask has the tokens that are trained on, or those that are not
 
 
 def check_conversation(value: Any, key: str, directory: Path, unread: set[str]) -> list[dict[str, Any]]:
@@ -215,6 +219,9 @@ def _trained(turn: ReadKeys, answers: bool, name: str) -> dict[str, bool]:
             if value not in (0, 1):
                 raise BadRecord(f"{name}: {key!r} must be true or false, got {value!r}")
             marks.append(bool(value))
+    for key in _UNCLEAR:
+        if turn.peek(key) not in (None, "", [], {}) and (turn[key] is not False or key == "mask"):
+            raise BadRecord(f"{name}: {key!r} may mean more than one thing; write 'train': true or false in its place")
     if answers and all(marks) and "rejected" not in name:  # of a pair, whose worse side has such marks
         refuse_bad_answer(turn, f"{name}: ")
     return {"train": all(marks)} if marks else {}

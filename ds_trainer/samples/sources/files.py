@@ -6,6 +6,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -160,14 +161,18 @@ def _content_problem(file: SourceFile) -> str | None:
         for path in sorted(file.path.glob("*.arrow")) if file.format == "dataset" else [file.path]:
             if (size := path.stat().st_size) <= _LARGE or compression.is_compressed(path):
                 continue
-            if size > compression.MAX_WHOLE_BYTES and file.format in ("text", "json"):
-                return f"{str(path)!r} cannot be read: {compression.too_large(path)}"
             with path.open("rb") as stream:
-                for place, start in (("begins", 0), ("ends", size - _PROBE)):
+                hole = size
+                if file.format not in ("parquet", "arrow", "dataset") and hasattr(os, "SEEK_HOLE"):
+                    with suppress(OSError):  # not on this file system
+                        hole = os.lseek(stream.fileno(), 0, os.SEEK_HOLE)
+                for place, start in (("begins", 0), ("ends", size - _PROBE), ("goes on", min(hole, size - _PROBE))):
                     stream.seek(start)
                     if not stream.read(_PROBE).strip(b"\0"):
                         which = f"{place} with NUL bytes, from byte {start:,} on"
                         return f"{str(path)!r} {which}: it was not written completely; make it again"
+            if file.format == "text" and size > compression.most_bytes():
+                return f"{str(path)!r} cannot be read: {compression.too_large()}"
     except OSError as error:
         return f"{str(file.path)!r} {reason_of(error)}"
     return None

@@ -97,8 +97,12 @@ def check_marks(row: ReadKeys, kind: str, chosen: bool) -> None:
     Raises:
         BadRecord: it says that its answer is a bad one, that nothing of it is trained on, or it has what is not read.
     """
-    for key in ("train", "loss", "weight", "loss_scale"):
-        if _read_verdict(row, key, numbers=key in ("weight", "loss_scale")) is False:
+    for key in ("train", "training", "trainable", "loss", "loss_mask", "weight", "loss_scale"):
+        if isinstance(row.peek(key), list) and row.peek(key):
+            raise BadRecord(
+                f"has {key!r}, a list of what is trained on; mark turns or parts of them with 'train' instead"
+            )
+        if _read_verdict(row, key, numbers=key in ("loss_mask", "weight", "loss_scale")) is False:
             raise BadRecord(f"{key!r} is {_shown(row[key])}: nothing of the sample is to be trained on. Leave it out")
     if kind == "text":  # what stands beside a text describes it
         return

@@ -5,20 +5,24 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
+from ds_trainer.samples.sources import compression
 from ds_trainer.samples.sources.compression import READ_ERRORS, open_bytes, read_whole, reason_of
 from ds_trainer.samples.sources.files import SourceFile
+from ds_trainer.samples.sources.json_text import DECODER, JsonText, NotText, RepeatedKey
 from ds_trainer.samples.sources.record import BadLine
 from ds_trainer.samples.sources.tables import read_arrow, read_dataset, read_parquet
 from ds_trainer.utils.units import counted
 
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is a bad line: it is passed over without being held in memory, up to four times as many bytes."""
+
+MAX_BLANK_LINES = 2**20
 
 _BOM = b"\xef\xbb\xbf"
 _OTHER_ENCODINGS = (
@@ -65,7 +69,7 @@ def read_text(path: Path) -> Iterator[SourceRow | BadLine]:
 def read_jsonl(path: Path) -> Iterator[SourceRow | BadLine]:
     """One JSON value per line; blank lines are passed over."""
     with open_bytes(path) as stream:
-        number = 0
+        number = blank = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
             where = f"{path}:{number}"
@@ -84,20 +88,42 @@ def read_jsonl(path: Path) -> Iterator[SourceRow | BadLine]:
                     parts += 1
                 yield _long_line(where)
             elif line.strip():
+                blank = 0
                 yield _parsed(where, line)
+            elif (blank := blank + 1) > MAX_BLANK_LINES:
+                yield BadLine(where, f"{MAX_BLANK_LINES:,} blank lines follow each other; remove them", whole_file=True)
+                return
 
 
 def read_json(path: Path) -> Iterator[SourceRow | BadLine]:
     """A list of samples, an object with one list of samples, or one JSON object per line."""
-    data = read_whole(path)
-    if (encoding := _other_encoding(data)) is not None:
-        yield BadLine(str(path), f"is {encoding}; convert it to UTF-8", whole_file=True)
-        return
-    first, _, rest = data.removeprefix(_BOM).lstrip().partition(b"\n")
-    if rest.strip() and isinstance(getattr(_parsed("", first), "value", None), dict):
+    with open_bytes(path) as stream:
+        start = stream.read(4)
+        if (encoding := _other_encoding(start)) is not None:
+            yield BadLine(str(path), f"is {encoding}; convert it to UTF-8", whole_file=True)
+            return
+    if _has_objects_in_lines(path):
         yield from read_jsonl(path)
         return
-    yield from _elements(path, data.removeprefix(_BOM))
+    with open_bytes(path) as stream:
+        if start.startswith(_BOM):
+            stream.read(len(_BOM))
+        yield from _elements(path, JsonText(stream))
+
+
+def _has_objects_in_lines(path: Path) -> bool:
+    """Whether the first line is an object, and something follows it."""
+    first = b""
+    with open_bytes(path) as stream:
+        for line in islice(iter(partial(stream.readline, MAX_LINE_BYTES), b""), MAX_BLANK_LINES):
+            if first and line.strip():
+                return isinstance(getattr(_parsed("", first), "value", None), dict)
+            first = first or line.removeprefix(_BOM).strip()
+            if first and (first[:1] != b"{" or not line.endswith(b"\n")):
+                return False
+            if len(line) == MAX_LINE_BYTES:
+                return False
+    return False
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[SourceRow | BadLine]:
@@ -115,6 +141,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[SourceRow | BadLine]:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(_bounded_lines(text), delimiter=delimiter, strict=True)
         header: list[str] | None = None
+        blank = 0
         while True:
             where = f"{path}:{reader.line_num + 1}"
             try:
@@ -127,8 +154,12 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[SourceRow | BadLine]:
             except csv.Error as error:
                 yield BadLine(where, f"not valid CSV: {error}")
                 continue
+            if not row and (blank := blank + 1) > MAX_BLANK_LINES:
+                yield BadLine(where, f"{MAX_BLANK_LINES:,} blank lines follow each other; remove them", whole_file=True)
+                return
             if not row:
                 continue
+            blank = 0
             if header is None:
                 header = row
                 if problem := _header_problem(header):
@@ -151,25 +182,9 @@ _TABLES = {"parquet": read_parquet, "arrow": read_arrow, "dataset": read_dataset
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-class _RepeatedKey(ValueError):
-    pass
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _RepeatedKey(next(name for name in names if names.count(name) > 1))
-    return result
-
-
-_SPACE = re.compile(r"[ \n\r\t]*")
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-
-
 def _parsed(where: str, line: bytes) -> SourceRow | BadLine:
     try:
-        return SourceRow(where, _DECODER.decode(line.decode("utf-8")))
+        return SourceRow(where, DECODER.decode(line.decode("utf-8")))
     except ValueError as error:
         return BadLine(where, _json_reason(error))
     except RecursionError:
@@ -179,7 +194,9 @@ def _parsed(where: str, line: bytes) -> SourceRow | BadLine:
 def _json_reason(error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text (byte {error.start + 1} of the line)"
-    if isinstance(error, _RepeatedKey):
+    if isinstance(error, NotText):
+        return str(error)
+    if isinstance(error, RepeatedKey):
         return f"the key {str(error)!r} appears twice in an object"
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} (column {error.colno}); each line must be one JSON object"
@@ -204,62 +221,45 @@ def _other_encoding(start: bytes) -> str | None:
     return next((name for mark, name in _OTHER_ENCODINGS if start.startswith(mark)), None)
 
 
-def _elements(path: Path, data: bytes) -> Iterator[SourceRow | BadLine]:
+def _elements(path: Path, text: JsonText) -> Iterator[SourceRow | BadLine]:
     """The elements of a JSON list with their lines, or the rows of an object."""
+    first = "["
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        yield BadLine(f"{path}:{line}", f"not UTF-8 text (byte {error.start + 1} of the file)", whole_file=True)
-        return
-    position, line = _after_space(text, 0), 1
-    if not text.strip():
-        return
-    in_list = text[position] == "["
-    position += in_list
-    counted = 0
-    while True:
-        position = _after_space(text, position)
-        line += text.count("\n", counted, position)
-        counted = position
-        where = f"{path}:{line}"
-        if in_list and text[position : position + 1] == "]":
-            yield from _second_value(path, text, position + 1)
+        if not (first := text.peek(MAX_LINE_BYTES)):
             return
-        try:
-            value, position = _DECODER.raw_decode(text, position)
-        except RecursionError:
-            yield BadLine(where, "not valid JSON: nested too deeply", whole_file=True)
+        if first != "[":
+            where, value = f"{path}:{text.line}", text.value(compression.MAX_WHOLE_BYTES)
+            yield from _second_value(path, text) or _rows_of_object(path, where, value)
             return
-        except ValueError as error:
-            place = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else where
-            reason = _json_reason(error).partition("; each line")[0]
-            yield BadLine(place, reason, whole_file=True)
-            return
-        if not in_list:
-            second = list(_second_value(path, text, position))
-            yield from second or _rows_of_object(path, where, value)
-            return
-        yield SourceRow(where, value)
-        position = _after_space(text, position)
-        if text[position : position + 1] not in (",", "]"):
-            at = text.count("\n", 0, position) + 1
-            yield BadLine(f"{path}:{at}", "not valid JSON: expected ',' or ']' after an element", whole_file=True)
-            return
-        position += text[position] == ","
+        text.skip()
+        while text.peek(MAX_LINE_BYTES) != "]":
+            where = f"{path}:{text.line}"
+            yield SourceRow(where, text.value(MAX_LINE_BYTES))
+            if text.peek(MAX_LINE_BYTES) not in (",", "]"):
+                reason = "not valid JSON: expected ',' or ']' after an element"
+                yield BadLine(f"{path}:{text.line}", reason, whole_file=True)
+                return
+            if text.peek(0) == ",":
+                text.skip()
+        text.skip()
+        yield from _second_value(path, text)
+    except OverflowError as error:
+        most = MAX_LINE_BYTES if first == "[" else compression.MAX_WHOLE_BYTES
+        reason = f"{error} is larger than {most // 2**20:,} MiB; write one sample per line (jsonl)"
+        yield BadLine(f"{path}:{text.line}", reason, whole_file=True)
+    except RecursionError:
+        yield BadLine(f"{path}:{text.line}", "not valid JSON: nested too deeply", whole_file=True)
+    except ValueError as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else text.line
+        yield BadLine(f"{path}:{line}", _json_reason(error).partition("; each line")[0], whole_file=True)
 
 
-def _second_value(path: Path, text: str, end: int) -> Iterator[BadLine]:
+def _second_value(path: Path, text: JsonText) -> list[BadLine]:
     """Something after the only value of a file: files that were joined, or objects that were printed one by one."""
-    position = _after_space(text, end)
-    if position < len(text):
-        line = text.count("\n", 0, position) + 1
-        reason = "not valid JSON: a second value follows the first; write one object per line (jsonl), or one list"
-        yield BadLine(f"{path}:{line}", reason, whole_file=True)
-
-
-def _after_space(text: str, position: int) -> int:
-    return cast("re.Match[str]", _SPACE.match(text, position)).end()
+    if not text.peek(MAX_LINE_BYTES):
+        return []
+    reason = "not valid JSON: a second value follows the first; write one object per line (jsonl), or one list"
+    return [BadLine(f"{path}:{text.line}", reason, whole_file=True)]
 
 
 def _rows_of_object(path: Path, where: str, value: Any) -> Iterator[SourceRow | BadLine]:

@@ -137,6 +137,12 @@ MESSAGES: list[Case] = [
     (one(role="assistant", content="x", reasoning_content=[]), "'reasoning_content' must be a string, got a list"),
     (one(role="assistant", content="x", train="yes"), "turn 2 of 'messages': 'train' must be true or false, got 'yes'"),
     (one(role="assistant", content="x", weight=2), "turn 2 of 'messages': 'weight' must be true or false, got 2"),
+    (one(role="assistant", content="x", loss_mask=[0, 1]), "'loss_mask' must be true or false, got [0, 1]"),
+    (
+        one(role="assistant", content="x", mask=0),
+        "turn 2 of 'messages': 'mask' may mean more than one thing; write 'train'",
+    ),
+    (one(role="assistant", content="x", ignore=True), "turn 2 of 'messages': 'ignore' may mean more than one thing"),
     (answer(tools="[{"), "'tools' is a text, and not valid JSON"),
     (answer(tools={"name": "f"}), "'tools' must be a list of mappings, got a mapping"),
     (answer(tools=["f"]), "'tools' must be a list of mappings"),

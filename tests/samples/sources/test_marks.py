@@ -55,6 +55,8 @@ def read(tmp_path: Path, *rows: Any, **spec: Any) -> tuple[list[Record], list[st
         ({"corrected": "c"}, "has 'corrected', a better answer"),
         ({"train": False}, "'train' is false: nothing of the sample is to be trained on"),
         ({"weight": 0}, "'weight' is 0: nothing of the sample"),
+        ({"loss_mask": 0}, "'loss_mask' is 0: nothing of the sample"),
+        ({"loss_mask": [0, 1]}, "has 'loss_mask', a list of what is trained on; mark turns"),
         ({"loss_scale": 0.0}, "'loss_scale' is 0.0: nothing of the sample"),
         ({"videos": ["a.mp4"]}, "has 'videos', which no task reads"),
         ({"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}}, "has 'objects', boxes that"),
@@ -143,11 +145,16 @@ def test_turns_that_are_not_to_be_trained_on(tmp_path: Path) -> None:
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
     turns = [{"from": "human", "value": "a"}, {**call, "train": False}, call, {"from": "observation", "value": "c"}]
     turns += [{"from": "gpt", "value": "d", "loss": False}, {"from": "gpt", "value": "e", "train": True, "weight": 0}]
+    turns += [
+        {"from": "gpt", "value": "f", "ignore": False} | {key: value}
+        for key in ("training", "trainable", "loss_mask")
+        for value in (False, 1)
+    ]
     (record,), problems = read(tmp_path, {"conversations": turns})
     assert not problems and not record.unread
     messages = record.fields["messages"]
-    assert [len(turn.get("tool_calls", ())) for turn in messages] == [0, 2, 0, 0, 0]  # two calls of one turn
-    assert [turn.get("train") for turn in messages] == [None, False, None, False, False]
+    assert [len(turn.get("tool_calls", ())) for turn in messages] == [0, 2, *[0] * 9]  # two calls of one turn
+    assert [turn.get("train") for turn in messages] == [None, False, None, False, False, *[False, True] * 3]
 
 
 def test_parts_that_are_not_to_be_trained_on(tmp_path: Path) -> None:
