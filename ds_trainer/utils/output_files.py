@@ -15,7 +15,7 @@ from ds_trainer.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-RECORD = ".ds_trainer_files.json"
+RECORD = "ds_trainer_files.json"
 """Size and SHA-256 of each such file, as a run has written it last: another content is that of a user."""
 
 

@@ -16,6 +16,7 @@ from ds_trainer.checkpoint.weights.weight_files import WEIGHTS
 from ds_trainer.training.hub.client import Repository, with_retries
 from ds_trainer.utils.files import new_partial
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.output_files import RECORD
 from ds_trainer.utils.threads import new_executor
 
 logger = get_logger(__name__)
@@ -28,7 +29,9 @@ _FAILED = "%s Training continues, and the next push sends everything again."
 FOLDER = "hub_push"  # hidden: .hub_push.HOST.PROCESS..., since another process may push from the same directory
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # The pointer names a checkpoint of this directory; the others are about this machine.
-_LEFT_OUT = re.compile(r"latest(\.previous.*)?|(run_history|report)(\.previous.*)?\.(jsonl|html|json)")
+_LEFT_OUT = re.compile(
+    rf"{re.escape(RECORD)}|latest(\.previous.*)?|(run_history|report)(\.previous.*)?\.(jsonl|html|json)"
+)
 
 
 @dataclass(frozen=True)
