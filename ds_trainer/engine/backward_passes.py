@@ -25,7 +25,7 @@ from torch import nn
 
 from ds_trainer.engine.own_updates import OwnUpdates
 from ds_trainer.engine.weights import is_released
-from ds_trainer.engine.zero3.shard_access import called_by_script
+from ds_trainer.engine.zero3.shard_access import ReleasedParameter, called_by_script, is_compiled
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
 
@@ -83,10 +83,11 @@ class BackwardPasses:
         self._task = -1  # autograd's number of the pass whose beginning was seen
         self._passes = 0
         self._updates = updates
-        self._shown: type[nn.Parameter] | None = None
+        self._shown: type[nn.Parameter] | None = None  # made in the first step, when it is known what is compiled
+        self._facts: dict[str, Any] = {}
         if ranks > 1 or stage > 0 or engine.fp16_enabled():
             dtype = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
-            self._shown = self._watched_class({"stage": stage, "ranks": ranks, "dtype": dtype})
+            self._facts = {"stage": stage, "ranks": ranks, "dtype": dtype}
         self._several = ranks * engine.gradient_accumulation_steps() > 1
         self._said = self.is_dummy = self.divides = False
         self.given: list[torch.Tensor] | None = None
@@ -133,19 +134,24 @@ class BackwardPasses:
         Raises:
             ConfigError: it uses gradients or weights that are not whole.
         """
-        shown = () if self._shown is None else [p for p in self._engine.module.parameters() if type(p) is nn.Parameter]
+        kinds = nn.Parameter, ReleasedParameter
+        shown = [p for p in self._engine.module.parameters() if self._facts and type(p) in kinds]
+        if shown and self._shown is None:
+            base = ReleasedParameter if self._stage == 3 and not is_compiled(self._engine.module) else nn.Parameter
+            self._shown = self._watched_class(base, self._facts)
+        released = ReleasedParameter if self._shown and issubclass(self._shown, ReleasedParameter) else nn.Parameter
         for parameter in shown:
-            parameter.__class__ = self._shown  # type: ignore[assignment]
+            parameter.__class__ = self._shown
         self._updates.in_step = True
         try:
             yield
         finally:
             self._updates.in_step = False
             for parameter in shown:
-                parameter.__class__ = nn.Parameter
+                parameter.__class__ = released if is_released(parameter) else nn.Parameter
 
-    def _watched_class(self, facts: dict[str, Any]) -> type[nn.Parameter]:
-        """A class for parameters of the model that refuses what ``training_step`` must not use."""
+    def _watched_class(self, base: type[nn.Parameter], facts: dict[str, Any]) -> type[nn.Parameter]:
+        """A class for parameters of the model that refuses what ``training_step`` must not use, beside ``base``."""
         updates = self._updates
         gradient: Any = torch.Tensor.grad
         values: Any = torch.Tensor.data
@@ -169,7 +175,7 @@ class BackwardPasses:
             _ = is_released(parameter) and refused(parameter, _SHARD)
             return values.__get__(parameter)
 
-        class Watched(nn.Parameter):
+        class Watched(base):  # type: ignore[valid-type, misc]
             grad: Any = property(read, write, gradient.__delete__)
             data: Any = property(read_data, values.__set__)
 

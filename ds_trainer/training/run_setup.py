@@ -16,6 +16,7 @@ from ds_trainer.checkpoint.background.background_save import finish_before_sigte
 from ds_trainer.data.columns import base_model
 from ds_trainer.engine.weights import full_numel
 from ds_trainer.engine.written_weights import follow_script
+from ds_trainer.engine.zero3.shard_access import watch_released
 from ds_trainer.monitor.doctor.gradients import self_test_once
 from ds_trainer.monitor.doctor.startup_checks import check_machine, check_ranks
 from ds_trainer.monitor.memory_tracker import Stage
@@ -307,7 +308,13 @@ class RunSetup:
             flops=trainer.floating_point_ops if of_user else None,
             packed=assembly.packing.packed_format() if packs(args) else None,
         )
-        assembly.events.handler.around = follow_script(engine) if self._runs_user_code() else nullcontext
+        # Code of a script may write weights while it trains: a callback, a method, a class of the model.
+        classes = {type(module).__module__.partition(".")[0] for module in trainer.model.modules()}
+        own_code = assembly.events.user_callbacks or bool(assembly.overridden) or not classes <= _LIBRARIES
+        assembly.events.handler.around = follow_script(engine) if own_code else nullcontext
+        functions = trainer.compute_loss_func, trainer.compute_metrics, trainer.preprocess_logits_for_metrics
+        if engine.stage == 3 and (own_code or any(functions)):
+            watch_released(engine.deepspeed.module)
         cut_for_ranks(run.loader, losses, counter, assembly.changed_methods(), args.auto_find_batch_size)
         health = assembly.telemetry.watch(assembly.output_dir, checkpointer.finish_before_exit)
         group = assembly.groups.seq_data_parallel if distributed.world_size() > 1 else None
@@ -359,12 +366,6 @@ class RunSetup:
             own_flos=trainer.store_flos if "store_flos" in assembly.overridden else None,
             profiler=profiler,
         )
-
-    def _runs_user_code(self) -> bool:
-        """Whether code of a script may write weights while it trains: a callback, a method, a class of the model."""
-        assembly = self._assembly
-        classes = {type(module).__module__.partition(".")[0] for module in assembly.trainer.model.modules()}
-        return assembly.events.user_callbacks or bool(assembly.overridden) or not classes <= _LIBRARIES
 
     # -- the first batch ----------------------------------------------------------------------------------------------
 

@@ -1,23 +1,24 @@
 """Refuses that a script uses a weight of which ZeRO 3 has released the data, which would be an empty tensor, and in
 callbacks a gradient that ZeRO has partitioned: ``parameter.grad`` is empty or that of one rank.
 
-Inside of callbacks every function of torch is looked at (an average of the weights, a mask), and in an overridden loss
-or step outside of the engine's forward passes (a penalty, a head that is applied outside of its module), and inside of
-these in the first micro-batch; in the rest of a training ``state_dict()``, which overridden ``save_model`` methods
-write to files, and copies of the model.
+Where a script may use them (callbacks, overridden methods, functions that it has passed, its own model), a released
+parameter has a class of its own, which sees each function of torch that gets it, in whatever step. The models of
+libraries are looked at in the first micro-batch, and those that are compiled in callbacks only. ``state_dict()``, which
+overridden ``save_model`` methods write to files, and copies of the model have hooks.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch._C import DisableTorchFunctionSubclass
+from torch.overrides import TorchFunctionMode
 
 from ds_trainer.engine.expert_parallel import expert_slice
 from ds_trainer.engine.weights import is_released
@@ -27,11 +28,14 @@ _LOOKS = frozenset(
     (
         *("__hash__", "__repr__", "__len__", "data_ptr", "device", "dim", "dtype", "element_size", "grad", "grad_fn"),
         *("is_complex", "is_contiguous", "is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_sparse", "layout"),
-        *("names", "ndim", "numel", "register_hook", "requires_grad", "requires_grad_", "retains_grad", "shape"),
-        *("size", "storage_offset", "stride", "type", "untyped_storage", "_version"),
+        *("names", "ndim", "nelement", "numel", "register_hook", "requires_grad", "requires_grad_", "retains_grad"),
+        *("shape", "size", "storage_offset", "stride", "type", "untyped_storage", "_version"),
     )
 )
 """Functions and attributes of tensors that do not use values."""
+_SIZES = frozenset(("__len__", "dim", "ndim", "nelement", "numel", "shape", "size"))
+_NAME = "watched_name"  # attribute of a parameter
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 WITH_GRADIENTS = frozenset(("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"))
 """Events at which parameters have gradients in transformers."""
 _EXPERTS = (
@@ -67,13 +71,13 @@ def called_by_script(depth: int) -> bool:
     frame: Any = sys._getframe(depth + 1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "").partition(".")[0]
-        if name not in ("torch", "copy", "contextlib", "functools"):
+        if name not in ("torch", "copy", "contextlib", "functools") and frame.f_globals is not globals():
             return name not in ("deepspeed", "ds_trainer")
         frame = frame.f_back
     return False
 
 
-def refuse_released(what: str, parameters: Iterable[Any], model: nn.Module) -> None:
+def refuse_released(what: str, parameters: Iterable[Any], model: nn.Module | None = None) -> None:
     """Refuse that a script has called the caller of this function, ``what``, for a released parameter of ``model``.
 
     Raises:
@@ -81,7 +85,8 @@ def refuse_released(what: str, parameters: Iterable[Any], model: nn.Module) -> N
     """
     for parameter in parameters:
         if is_released(parameter) and called_by_script(2):
-            raise ReleasedWeight(_USED.format(what=what, name=_name(parameter, model) or "a weight"))
+            name = vars(parameter).get(_NAME) or (model and _name(parameter, model)) or "a weight"
+            raise ReleasedWeight(_USED.format(what=what, name=name))
 
 
 def _name(parameter: Any, model: nn.Module) -> str | None:
@@ -95,14 +100,10 @@ class ShardAccess(TorchFunctionMode):
         model: the model.
         at_exit: called at the end, if there was no error.
         gradients: refuse ``parameter.grad``, too.
-        everywhere: also inside of the engine's forward passes.
     """
 
-    def __init__(
-        self, model: nn.Module, at_exit: Callable[[], Any] = int, gradients: bool = False, everywhere: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, at_exit: Callable[[], Any] = int, gradients: bool = False) -> None:
         super().__init__()
-        self.everywhere = everywhere
         self._gradients = gradients
         self._model = model
         self._at_exit = at_exit
@@ -129,36 +130,53 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-class WatchedUses:
-    """Contexts of the losses and steps of a script, in which it cannot use released weights.
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter while ZeRO 3 has released its data: a script gets its whole sizes, and no values.
 
-    What the engine's own forward passes compute is not looked at. Compiled models are not watched: they would be
-    compiled twice.
-
-    Args:
-        engine: DeepSpeed's engine.
+    It is not looked at while it is whole, so that a pass costs nothing but the change of the class.
     """
 
-    def __init__(self, engine: nn.Module) -> None:
-        self._model: nn.Module = engine.module  # type: ignore[assignment]
-        self._compiled = is_compiled(self._model)
-        self._paused: list[ShardAccess] = []
-        engine.register_forward_pre_hook(self._pause, prepend=True)
-        engine.register_forward_hook(self._go_on, always_call=True)
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        name = func.__self__.__name__ if name in ("__get__", "__set__") else name
+        with DisableTorchFunctionSubclass():
+            if name in _SIZES and is_released(args[0]) and called_by_script(1):
+                return func(torch.empty(args[0].ds_shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
+            if name not in _LOOKS:
+                first = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+                refuse_released(name, (*args, *first))
+                if func == _SET_DATA and type(args[0]) is ReleasedParameter:  # it is gathered
+                    args[0].__class__ = nn.Parameter  # type: ignore[assignment]
+            return func(*args, **kwargs)
 
-    def __call__(self) -> AbstractContextManager[Any]:
-        """A context."""
-        return nullcontext() if self._compiled else ShardAccess(self._model)
 
-    def _pause(self, *ignored: Any) -> None:
-        # There may be others of the script.
-        while isinstance(innermost := _get_current_function_mode(), ShardAccess) and not innermost.everywhere:
-            TorchFunctionMode.__exit__(innermost, None, None, None)
-            self._paused.append(innermost)
+def watch_released(model: nn.Module) -> None:
+    """Refuse that a script uses weights of ``model`` that ZeRO 3 has released, wherever it does and in whatever step.
 
-    def _go_on(self, *ignored: Any) -> None:
-        while self._paused:
-            TorchFunctionMode.__enter__(self._paused.pop())
+    Compiled models are not watched: they would be compiled twice.
+    """
+    from deepspeed.runtime.zero import partition_parameters as library
+
+    if is_compiled(model):
+        return
+    if not hasattr(library.free_param, "theirs"):
+        library.free_param = _freeing(library.free_param)
+    for name, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter:
+            vars(parameter)[_NAME] = name
+            if is_released(parameter):
+                parameter.__class__ = ReleasedParameter
+
+
+def _freeing(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
+    def free_param(param: Any) -> None:
+        theirs(param)
+        if type(param) is nn.Parameter and _NAME in vars(param):
+            param.__class__ = ReleasedParameter
+
+    free_param.theirs = theirs  # type: ignore[attr-defined]
+    return free_param
 
 
 def watch_copies(model: nn.Module, stage: int) -> None:

@@ -196,7 +196,7 @@ class Evaluator:
         loss: torch.Tensor | None
         module, before, self._looked_at = getattr(model, "module", model), self._looked_at, id(model)
         first = before != id(model) and any(map(is_released, module.parameters())) and not is_compiled(module)
-        with ShardAccess(module, everywhere=True) if first else nullcontext():
+        with ShardAccess(module) if first else nullcontext():
             if has_loss:
                 loss, outputs = self._loss_and_outputs(model, own, items, wanted)
             else:

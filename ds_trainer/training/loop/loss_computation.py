@@ -33,7 +33,6 @@ from ds_trainer.utils.seeds import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from ds_trainer.data.packing.batch import PackedFormat
-    from ds_trainer.engine.zero3.shard_access import WatchedUses
     from ds_trainer.training.loop.batch_census import SeenSamples
     from ds_trainer.training.model.chunked_loss.chunked_loss import ChunkedLoss
     from ds_trainer.training.model.label_smoothing import LabelSmoother
@@ -87,7 +86,6 @@ class LossComputation:
         loader: of the training; a measurement may read samples of its dataset.
         items: item count of the current step.
         empty: whether the last micro-batch has nothing that its loss is a mean of, as far as the host knows.
-        watched: contexts in which a loss of a script cannot use what ZeRO 3 has released; None for other losses.
         defers_outputs: whether also an evaluation that wants outputs gets deferred logits.
         rows: the form of packed rows, if experts need to know which of their tokens are padding.
     """
@@ -118,7 +116,6 @@ class LossComputation:
         self.sharder = sharder
         self.packed = packed
         self.batches: Sequence[Any] = ()
-        self.watched: WatchedUses | None = None
         self.loader: Any = None
         self.first_samples: SeenSamples | None = None
         self.items: ItemCount | None = None
@@ -146,7 +143,7 @@ class LossComputation:
 
     def release(self) -> None:
         """Drop the references to the model."""
-        self._smoother = self.sharder = self.watched = self.loader = self._superseded = None
+        self._smoother = self.sharder = self.loader = self._superseded = None
         self.chunked.release()
         self._counted, self.batches = {}, ()
 
@@ -254,7 +251,6 @@ class LossComputation:
         plain = made or (tokens < self.chunked.tokens_from and not self.defers_outputs)
         try:
             with (
-                nullcontext() if self.watched is None else self.watched(),
                 nullcontext() if plain else self.chunked.deferring(model, always=self.defers_outputs),
                 self.sources.recording() if self.sources.ids is not None else nullcontext(),
             ):

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_trainer.accelerator.trainer_accelerator import TrainerAccelerator
 from ds_trainer.data.batch_structure import Dummy
-from ds_trainer.engine.zero3.shard_access import WatchedUses
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
@@ -53,13 +51,11 @@ class OwnStep:
         self._passes = engine.allow_own_passes(completes_late=True)
         self._accelerator = accelerator
         self._is_known = False
-        self._watched: Callable[[], AbstractContextManager[Any]]
-        self._watched = WatchedUses(engine.deepspeed) if engine.stage == 3 else nullcontext
 
     def __call__(self, model: Any, batch: Any, **keywords: Any) -> torch.Tensor:
         """The contribution of the micro-batch to the loss of the global batch. Collective in the first call."""
         call, self._is_known = self._method if self._is_known else self._first, True
-        with self._passes.of_script(), self._watched():
+        with self._passes.of_script():
             loss = call(model, batch, **keywords)
         if loss is None:
             raise ConfigError(f"{self._method.__qualname__} returned None: let it return the loss, detached.")

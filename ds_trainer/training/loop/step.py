@@ -22,7 +22,7 @@ from ds_trainer.callbacks.events import TrainingEvents
 from ds_trainer.data.batch_structure import Dummy
 from ds_trainer.data.sharded_batch import ShardedBatch
 from ds_trainer.engine.own_updates import UPDATING, Unchanged
-from ds_trainer.engine.zero3.shard_access import ShardAccess, WatchedUses, is_compiled
+from ds_trainer.engine.zero3.shard_access import ShardAccess, is_compiled
 from ds_trainer.monitor.health.run_health import RunHealth
 from ds_trainer.monitor.throughput import CHECKS, ThroughputMeter
 from ds_trainer.optim.schedule_stepping import current_lr, steps_on_metric
@@ -121,9 +121,8 @@ class MicroBatchRunner:
         self._engine = engine
         self._module = engine.deepspeed.module
         self._accelerator = accelerator if methods.uses_accelerator else None
-        losses.watched = WatchedUses(engine.deepspeed) if methods.uses_accelerator and engine.stage == 3 else None
         watches = engine.stage == 3 and not is_compiled(self._module)
-        self._watching: Any = partial(ShardAccess, self._module, everywhere=True) if watches else nullcontext
+        self._watching: Any = partial(ShardAccess, self._module) if watches else nullcontext
         self._training_step = methods.training_step
         self._ranks = 1
         if methods.uses_accelerator and not methods.own_step:
