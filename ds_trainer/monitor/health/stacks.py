@@ -19,6 +19,7 @@ _LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"],
 OWN_THREADS = ("ds_trainer-health", "ds_trainer-watchdog")
 """Threads of the watchdog itself, which are left out."""
 _PACKAGE = str(Path(__file__).parents[2])
+_TRAINING = str(Path(_PACKAGE, "training", ""))
 # Files in which ranks wait for each other, with or without a collective.
 _WAITING_FILES = ("torch/distributed/", "deepspeed/comm/", "ds_trainer/utils/distributed.py")
 _NEAR = 8  # innermost frames that are searched
@@ -74,6 +75,28 @@ def position(frame: FrameType | None) -> str:
         return where
     batch = f"micro-batch {done % root.gradient_accumulation_steps() + 1}"  # type: ignore[operator]
     return f"{where} of {batch}" if where else batch
+
+
+def script_call(frame: FrameType | None) -> str:
+    """The callback or method of a script that a training has called, and the line of the script that runs in it.
+
+    Empty if there is none: a model of a script runs on all ranks.
+    """
+    own: list[FrameType] = []  # innermost first
+    called = False  # by this package
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE):
+            called = bool(own)
+            if called and path.startswith(_TRAINING):
+                break
+        elif not called and not path.startswith((*_LIBRARIES, "<")):
+            own.append(frame)
+        frame = frame.f_back
+    if frame is None or not own or isinstance(owner := own[-1].f_locals.get("self"), nn.Module):
+        return ""
+    name = own[-1].f_code.co_name if owner is None else f"{type(owner).__name__}.{own[-1].f_code.co_name}"
+    return f"{name} ({own[0].f_code.co_filename}:{own[0].f_lineno})"
 
 
 def in_debugger(frame: FrameType | None) -> bool:

@@ -5,9 +5,11 @@ slow ranks are:
 
 1. those whose process does not respond at all (stopped, dead, unreachable);
 2. those that wait in no collective while others do;
-3. if no host waits (with NCCL the device waits) or all wait in collectives: those that have started fewer collectives
+3. none, if all wait in collectives, but a part of them in a callback or method of the script that the others are not
+   in: the script has called on some ranks what needs all of them;
+4. if no host waits (with NCCL the device waits) or all wait in collectives: those that have started fewer collectives
    than others of the same group, or else those at an earlier step;
-4. otherwise none: the network, a device or the data is slow for all.
+5. otherwise none: the network, a device or the data is slow for all.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class RankReport:
         silent: whether its process does not respond; the other values are then those of its last report.
         reported_at: time of the report, by its wall clock.
         position: module and micro-batch, if it runs a module.
+        script: callback or method of the script that it is in, and the line.
         state: state of a silent process according to the operating system, if known.
     """
 
@@ -62,6 +65,7 @@ class RankReport:
     reported_at: float = 0.0
     state: str = ""
     position: str = ""
+    script: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data; ``RankReport(**data)`` restores it."""
@@ -95,7 +99,7 @@ class RankReport:
             return f"{self.name} is in a debugger"
         if self.collective is not None:
             waiting = f"has been waiting in {self.collective} for {self.collective_seconds:.1f} s"
-            return f"{self.name} {waiting}, after step {self.step}"
+            return f"{self.name} {waiting}{f' in {self.script}' if self.script else ''}, after step {self.step}"
         return f"{self.name} has been in {self.phase} for {self.seconds:.1f} s, after step {self.step}{where}"
 
 
@@ -126,6 +130,8 @@ def judge(reports: list[RankReport]) -> Verdict:
         return Verdict(tuple(free), "the others wait in a collective that it has not entered")
     if len(live) == 1:
         return Verdict((live[0].rank,), "it is the only rank that is still training")
+    if waiting and (alone := _alone(live)) is not None:
+        return Verdict((), alone)
     behind = _behind(live)
     if behind:
         return Verdict(tuple(behind), "it has started fewer collectives than others of its group")
@@ -151,6 +157,22 @@ def joined(reports: list[RankReport], slow: Sequence[int]) -> str:
         )
         parts.append(f"{who} {verb} {activity}")
     return "; ".join(parts)
+
+
+def _alone(reports: list[RankReport]) -> str | None:
+    """What some of the ranks, which all wait in collectives, have called in a script and the others have not."""
+    calls: dict[str, list[RankReport]] = {}
+    for one in reports:
+        calls.setdefault(one.script.partition(" (")[0], []).append(one)
+    found = next((group for name, group in calls.items() if name), None)
+    if found is None or len(calls) == 1:
+        return None
+    ranks = listed((one.rank for one in found), 8)
+    return (
+        f"{found[0].script} waits in {found[0].collective} on rank{'s'[: len(found) > 1]} {ranks}, and the other ranks "
+        "are not in it. Call what needs all ranks (a collective, gathered weights, a save, an evaluation) on all of "
+        "them, without `if state.is_world_process_zero` or `if rank == 0` around it, and print or write on one"
+    )
 
 
 def _behind(reports: list[RankReport]) -> list[int]:

@@ -42,6 +42,7 @@ from ds_trainer.monitor.health.stacks import (
     frame_of,
     in_debugger,
     position,
+    script_call,
 )
 from ds_trainer.monitor.health.status_board import StatusBoard
 from ds_trainer.monitor.health.stragglers import StragglerReport
@@ -166,6 +167,7 @@ class Watchdog:
             ended=ended,
             reported_at=time.time(),
             position=position(frame) if located else "",
+            script=script_call(frame) if located else "",
         )
 
     # -- the thread that watches this rank -------------------------------------------------------------------------

@@ -60,6 +60,23 @@ class StopsInLoader(RaggedTokens):
         return super().__getitem__(index)
 
 
+class Gathers(TrainerCallback):
+    """After step 3, rank 0 alone gathers the weights."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        import deepspeed
+
+        if state.global_step == STEP and state.is_world_process_zero:
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                pass
+
+
+def gathers_alone(output_dir: str) -> None:
+    large = {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}}
+    args = arguments(output_dir, zero_stage=3, hang_policy="abort", **large)
+    Trainer(tiny_llama(), args, train_dataset=RaggedTokens(96), callbacks=[Gathers()]).train()
+
+
 class WatchesPhases(TrainerCallback):
     """Sleeps where that is no hang: at the start and in an evaluation."""
 

@@ -85,19 +85,26 @@ def test_a_rank_that_holds_the_interpreter_is_named(tmp_path: Path) -> None:
     assert "Timeout" not in Path(f"{errors}-0").read_text(encoding="utf-8", errors="replace")
 
 
-def test_a_hung_job_is_ended(tmp_path: Path) -> None:
+def stops_in_step_and_aborts(output_dir: str) -> None:
+    stops_in_step(output_dir, 1, "for_ever", hang_policy="abort")
+
+
+@pytest.mark.cases("stops_in_step_and_aborts", rest="extended")
+@pytest.mark.parametrize("run", [stops_in_step_and_aborts, hung_runs.gathers_alone])
+def test_a_hung_job_is_ended(run: Any, tmp_path: Path) -> None:
     ranks = pool(2)
     workers = list(ranks._workers)
     with pytest.raises(RankFailure):
-        ranks.run(stops_in_step_and_aborts, str(tmp_path), timeout=60.0)
+        ranks.run(run, str(tmp_path), timeout=60.0)
     assert [worker.exitcode for worker in workers] == [HUNG, HUNG]
-    assert "Slow: rank 1 (" in found(tmp_path, {"rank_0.txt", "rank_1.txt"})
+    text = found(tmp_path, {"rank_0.txt", "rank_1.txt"})
+    if run is stops_in_step_and_aborts:
+        assert "Slow: rank 1 (" in text
+    else:
+        assert "No rank is behind: Gathers.on_step_end (" in text and "hung_runs.py:" in text
+        assert "on rank 0, and the other ranks are not in it. Call what needs all ranks" in text
     outcome = json.loads((tmp_path / "report.json").read_text())["summary"]["outcome"]
     assert outcome["state"] == "killed" and "no progress" in outcome["text"]
-
-
-def stops_in_step_and_aborts(output_dir: str) -> None:
-    stops_in_step(output_dir, 1, "for_ever", hang_policy="abort")
 
 
 @pytest.mark.extended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_trainer.monitor.health.stacks import collective_frame, frame_lines, in_debugger, position
+import ds_trainer
+from ds_trainer.monitor.health.stacks import collective_frame, frame_lines, in_debugger, position, script_call
 from ds_trainer.monitor.health.verdict import RankReport, joined, judge
 from ds_trainer.monitor.health.waits import collective_counts
 from tests.support.pool import pool
@@ -37,6 +39,10 @@ WAITS: dict[str, Any] = {"collective": "all_reduce", "collective_seconds": 3.0}
         # Ranks of different groups have different numbers.
         ([{"counts": {"a": 3}}, {"counts": {"a": 3}}, {"counts": {"b": 9}}], ()),
         ([{"step": 7}, {"step": 6}, {"step": 7}], (1,)),
+        # A script has called a collective on rank 0 alone; on all ranks; rank 1 does not wait.
+        ([{**WAITS, "script": "P.on_log (a.py:3)", "counts": {"all": 8}}, {**WAITS, "counts": {"all": 9}}], ()),
+        ([{**WAITS, "script": f"P.on_log (a.py:{n})", "counts": {"all": n}} for n in (8, 9)], (0,)),
+        ([{**WAITS, "script": "P.on_log (a.py:3)"}, {}], (1,)),
         ([{**WAITS, "step": 7}, {**WAITS, "step": 7}], ()),
     ],
 )
@@ -76,6 +82,24 @@ def test_stack_frames_distinguish_collectives_from_debuggers() -> None:
     assert collective_frame(stack) is None and not debugged
     assert stack[-1] == "/somewhere/train.py:2 in ask"
     assert code_in("/somewhere/pdb.py")()[1] and code_in("/somewhere/debugpy/server/api.py")()[1]
+
+
+def test_the_call_of_a_script_is_named() -> None:
+    """The method that a training has called, not the script that has begun it, and not a model."""
+    package = Path(ds_trainer.__file__).parent
+
+    def found(owner: Any, *paths: str) -> str:
+        names: dict[str, Any] = {"self": owner, "call": lambda: script_call(sys._getframe(1))}
+        for number, path in enumerate(paths):
+            code = f"def call(self=self, inner=call):\n return inner()  # {number}"
+            exec(compile(code, str(package / path), "exec"), names)
+        return str(names["call"]())
+
+    inside, around = ("accelerator/a.py", "/own/trainer.py"), ("callbacks/protocol.py", "training/train_loop.py")
+    assert found(1, *inside, *around, "/own/main.py") == "int.call (/own/trainer.py:2)"
+    assert found(1, *inside, "training/trainer.py", "/own/other.py", *around) == "int.call (/own/trainer.py:2)"
+    assert found(None, "/own/trainer.py", "/own/main.py") == found(1, *around, "/own/main.py") == ""
+    assert found(nn.Linear(1, 1), *inside, *around) == ""
 
 
 def test_one_sentence_joins_what_all_ranks_do() -> None:
