@@ -17,7 +17,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
 from torch.overrides import TorchFunctionMode
 
 from ds_trainer.engine.expert_parallel import expert_slice
@@ -34,6 +34,9 @@ _LOOKS = frozenset(
 )
 """Functions and attributes of tensors that do not use values."""
 _SIZES = frozenset(("__len__", "dim", "ndim", "nelement", "numel", "shape", "size"))
+_OFTEN: Any = [vars(torch._C.TensorBase)[name] for name in ("grad", "requires_grad", "dtype", "device")]
+_OFTEN = frozenset(function for one in _OFTEN for function in (one.__get__, one.__set__))
+"""What DeepSpeed calls for each parameter in each step."""
 _NAME = "watched_name"  # attribute of a parameter
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 WITH_GRADIENTS = frozenset(("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"))
@@ -138,6 +141,8 @@ class ReleasedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OFTEN:
+            return _disabled_torch_function_impl(func, types, args, kwargs or {})
         name, kwargs = func.__name__, kwargs or {}
         name = func.__self__.__name__ if name in ("__get__", "__set__") else name
         with DisableTorchFunctionSubclass():
