@@ -110,7 +110,7 @@ class Assembly:
         """Create the components of this process; again after the Trainer was copied to another process."""
         self.device = self.args.device  # cached, because it searches for GPUs
         self.memory_tracker = MemoryTracker(self.device, enabled=not self.args.skip_memory_metrics)
-        self.engines = Engines(self.device, lambda: self.args)
+        self.engines = Engines(self.device, lambda: self.args, lambda: self.trainer.is_in_train)
         self.use_model(nn.Module())
 
     # -- components that are made, and whose modules are loaded, when something is trained, evaluated or packed --------
@@ -341,7 +341,7 @@ class Assembly:
     def start_fresh(self) -> None:
         """Start a training with the initial seed and, if there is a ``model_init``, a new model."""
         set_seed(self.args.seed)
-        trained = self.engines.training_or_none is not None
+        trained = self.engines.trained
         self.engines.close()
         if trained:
             self.use_new_model()

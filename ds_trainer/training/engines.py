@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from ds_trainer.training.generation.generation_phase import GenerationPhase
 
 NO_ENGINE = "There is no engine yet: train() builds it."
+_IN_TRAINING = (
+    "Another Trainer trains {name} now, and only one engine can have its weights. Evaluate with that Trainer, or after "
+    "its training."
+)
+_holders: weakref.WeakKeyDictionary[Any, weakref.ref[Engines]] = weakref.WeakKeyDictionary()  # of all engines
 
 
 def divide_model(model: nn.Module, layout: ParallelLayout, sharded: bool) -> None:
@@ -48,8 +54,10 @@ class Engines:
     Args:
         device: the device of this rank.
         args: the current arguments of the Trainer.
+        in_training: whether it trains now.
 
     Attributes:
+        trained: whether a training has used the optimizer; its engine may be gone.
         generation: prepares the engine's model for ``generate``; None if there is no engine.
         load_report: duration and size of the last load of weights from files; None if there was none.
         weight_check: compares the weights with the files of the model.
@@ -57,14 +65,17 @@ class Engines:
         copies: copies batches to the device, with floating-point tensors in the precision of the engine (bf16 or fp16).
     """
 
-    def __init__(self, device: torch.device, args: Callable[[], TrainingArguments]) -> None:
+    def __init__(
+        self, device: torch.device, args: Callable[[], TrainingArguments], in_training: Callable[[], bool]
+    ) -> None:
         self.generation: GenerationPhase | None = None
         self.load_report: LoadReport | None = None
         self.weight_check = WeightCheck()
         self.preparation_seconds: float | None = None
         self.copies = DeviceCopies.to(device)
         self._device = device
-        self._args = args
+        self._args, self._in_training = args, in_training
+        self.trained = False
         self._training: TrainingEngine | None = None
         self._evaluation: EvaluationEngine | None = None
 
@@ -106,8 +117,13 @@ class Engines:
         """
         from ds_trainer.engine.training_engine import TrainingEngine
 
+        self._take(model)
+        self.trained = True
         with self._measured_load(model):
             self._training = TrainingEngine(model, optimizer, config, layout, compile_options(args), reads_logits)
+        _holders[self._training] = weakref.ref(self)
+        for part in (self._training.deepspeed, self._training.optimizer):
+            vars(part)["of_ds_trainer"] = self._training  # is found as long as hooks on the weights know these
         self.copies.float_type = HALF_TYPES.get(self._training.precision)
         self._prepare_generation(self._training)
         return self._training
@@ -146,8 +162,10 @@ class Engines:
             if self._evaluation is None:
                 from ds_trainer.engine.evaluation_engine import EvaluationEngine
 
+                self._take(model)
                 with self._measured_load(model):
                     self._evaluation = EvaluationEngine(model, config, layout, half, reads_logits)
+                _holders[self._evaluation] = weakref.ref(self)
                 self.copies.float_type = HALF_TYPES.get(self._evaluation.precision)
                 self._prepare_generation(self._evaluation)
                 self.preparation_seconds = round(time.perf_counter() - start, 4)
@@ -162,12 +180,32 @@ class Engines:
             self.weight_check.loaded(model, args, None)
         return model
 
+    def _take(self, model: nn.Module) -> None:
+        """Close the engines of other Trainers that have weights of ``model``: the hooks of both would run. Collective.
+
+        Raises:
+            ConfigError: one of them trains.
+        """
+        own = set(map(id, model.parameters()))
+        for engine, reference in list(_holders.items()):
+            holder = reference()
+            if holder is self or own.isdisjoint(map(id, engine.deepspeed.module.parameters())):
+                continue
+            if holder is not None and holder._in_training():
+                raise ConfigError(_IN_TRAINING.format(name=type(model).__name__))
+            (engine if holder is None else holder).close()
+            _holders.pop(engine, None)
+            if holder is not None:
+                holder.trained = True  # its optimizer is used up
+
     def close(self) -> None:
         """Close the engines and release their memory."""
         self.close_evaluation()
+        self.trained = False
         if self._training is not None:
             self._end_generation(self._training)
             self._training.close()
+            _holders.pop(self._training, None)
             self._training = self.copies.float_type = None
 
     def close_evaluation(self) -> None:
@@ -175,6 +213,7 @@ class Engines:
         if self._evaluation is not None:
             self._end_generation(self._evaluation)
             self._evaluation.close()
+            _holders.pop(self._evaluation, None)
             self._evaluation = self.copies.float_type = None
         self.preparation_seconds = None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 from typing import Any, ClassVar
 
@@ -137,3 +139,39 @@ def test_a_gradient_of_one_rank_is_said(tmp_path: Any) -> None:
     assert lines[0].startswith("training_step computes the gradient of first.weight with torch.autograd.grad")
     assert len(lines) == 1 and weight_distance(found, wanted) > 1e-5
     assert "ZeRO 3 has only a part of each weight" in pool(2).run(moved, str(tmp_path / "three"), 3)[0][1]
+
+
+def several(folder: str, kind: str, stage: int | None = None) -> list[float]:
+    """Trainers of one model object in a process, and weights that are loaded between trainings."""
+    library: Any = importlib.import_module("transformers" if stage is None else "ds_trainer")
+    changes = {} if stage is None else {"zero_stage": stage, "per_device_train_batch_size": 2}
+    model, rates = Classifier(), (0.3, 0.1)
+    made: list[Any] = []
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    values: dict[str, Any] = dict(max_steps=2, optim="sgd", logging_steps=1, use_cpu=True, disable_tqdm=True)
+    values |= dict(report_to="none", save_strategy="no", per_device_train_batch_size=4, max_grad_norm=0.0)
+    for rate in rates if kind != "loaded" else rates[:1]:
+        args = library.TrainingArguments(f"{folder}/{rate}", learning_rate=rate, **{**values, **changes})
+        made.append(library.Trainer(model, args, train_dataset=rows(16), eval_dataset=rows(5)))
+    losses: list[float] = []
+    for number in {"in a row": (0, 1), "in turn": (0, 1, 0), "deleted": (0, 1), "loaded": (0, 0)}[kind]:
+        made[number].train()
+        losses += [entry["loss"] for entry in made[number].state.log_history if "loss" in entry]
+        if kind == "loaded":
+            model.load_state_dict(start)
+        if kind == "deleted":
+            made[number] = None
+            gc.collect()
+        else:
+            losses.append(made[0].evaluate()["eval_loss"])
+    return losses
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["in a row", "in turn", "deleted", "loaded"])
+def test_one_model_has_several_trainers(kind: str, tmp_path: Any) -> None:
+    """The hooks of both engines ran: an error at ZeRO 0 to 2, and a wrong shard of loaded weights at ZeRO 3."""
+    wanted = pool(1).run(several, str(tmp_path), kind)[0]
+    for stage in range(4):
+        for found in pool(2).run(several, str(tmp_path), kind, stage):
+            assert found == pytest.approx(wanted, rel=1e-5), stage

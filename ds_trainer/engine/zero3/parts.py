@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_trainer.engine.loading.transformers_zero3 import Zero3Registration
 from ds_trainer.engine.tensor_parallel.repairs import allow_empty_slices
+from ds_trainer.engine.weights import is_released
 from ds_trainer.engine.zero3.coalesced_collectives import is_left_to_deepspeed, vectorize_collectives
 from ds_trainer.engine.zero3.leaf_modules import delay_leaf_reduction, mark_leaf_modules
 from ds_trainer.engine.zero3.module_guard import guard_modules
@@ -277,7 +278,11 @@ class Zero3Parts:
         self._parts += [part for part in parts if part is not None]
 
     def close(self) -> None:
-        """Remove hooks, before DeepSpeed's engine is destroyed."""
+        """Remove hooks, before DeepSpeed's engine is destroyed; shard what is whole: scripts may change it."""
+        for parameter in self._model.parameters():
+            shard: Any = getattr(parameter, "ds_tensor", None)
+            if shard is not None and not is_released(parameter) and shard.status.name == "AVAILABLE":
+                parameter.partition(has_been_updated=True)  # type: ignore[attr-defined]
         for part in self._parts:
             part.close()
 
