@@ -109,15 +109,18 @@ def test_a_model_without_checkpointing_is_not_asked_to_use_it(tmp_path: Path) ->
     assert "gradient_checkpointing" not in str(caught.value)
 
 
-def test_an_evaluation_has_remedies_of_its_own(tmp_path: Path) -> None:
-    trainer = trainer_of(
-        tmp_path, Short(torch.OutOfMemoryError(CUDA), training=False), eval_strategy="steps", eval_steps=1
-    )
+@pytest.mark.parametrize(("at", "searches"), [(1, False), (1, True), (4, True)])
+def test_an_evaluation_has_remedies_of_its_own(at: int, searches: bool, tmp_path: Path) -> None:
+    """In its first batch, and in a later one; before the training, and after a step."""
+    values = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": at > 1, "auto_find_batch_size": searches}
+    trainer = trainer_of(tmp_path, Short(torch.OutOfMemoryError(CUDA), at, training=False), **values)
     trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
     with pytest.raises(OutOfMemory) as caught:
         trainer.train()
     text = str(caught.value)
     assert text.startswith("Out of memory on rank 0 in the evaluation, with 8 samples in a batch")
+    fixed = ", which auto_find_batch_size does not change" if searches else ""
+    assert f"(per_device_eval_batch_size=8{fixed}): " in text
     assert "--per_device_eval_batch_size 4" in text and "--eval_accumulation_steps 8" in text
     assert "per_device_train_batch_size" not in text
 

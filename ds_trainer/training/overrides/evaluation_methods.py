@@ -125,8 +125,10 @@ class EvaluationMethods(DataLoading, TrainingStep, LoggingMethods):
         model = assembly.evaluator.model(half)
         assembly.events.handler.eval_dataloader = dataloader
         loop = EvalLoop(assembly, dataloader, loss_only, keep=description == "Prediction")
+        size = self.args.per_device_eval_batch_size
+        fixed = ", which auto_find_batch_size does not change" if self.args.auto_find_batch_size else ""
         explained = explained_out_of_memory(
-            lambda: f"in the evaluation, with {self.args.per_device_eval_batch_size} samples in a batch",
+            lambda: f"in the evaluation, with {size} samples in a batch (per_device_eval_batch_size={size}{fixed})",
             lambda: evaluation_remedies(self.args, keeps_predictions=not loss_only),
             None,
         )
