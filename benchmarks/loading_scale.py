@@ -1,4 +1,4 @@
-"""Counts the work of one rank of 64 or 512 that loads Llama 3 70B or Llama 3.1 405B, in one process without weights.
+"""Counts the work of one rank of many that loads Llama 3 70B, Llama 3.1 405B or a Qwen3 mixture, without weights.
 
 The weight files have the real headers in the official layout (30 and 191 files) and no data (:mod:`weight_files`). One
 rank of a fake process group (:mod:`fake_world`) runs a training with the real ``Trainer`` until its first step: the
@@ -20,6 +20,7 @@ A fake group shows the work of this rank. It does not show the speed of 512 rank
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -58,10 +59,16 @@ MODELS: dict[str, dict[str, Any]] = {
         max_position_embeddings=64,
     ),
 }
+# Qwen3-30B-A3B and Qwen3-235B-A22B, with a file entry for each matrix of an expert, as on the Hub.
+_QWEN = {"num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+_30B = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32}
+_235B = {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64}
+MODELS |= {"30B-A3B": _30B | _QWEN, "235B-A22B": _235B | _QWEN}
 TINY = {**MODELS["small"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+TINY_EXPERTS = {**TINY, "moe_intermediate_size": 16, **_QWEN, "vocab_size": 64}
 _SAME: dict[str, Any] = {"tie_word_embeddings": False, "use_cache": False}
 FILE_BYTES = {"small": 2 * 10**6}
-RANKS = {"70B": 64, "405B": 512, "small": 64}
+RANKS = {"70B": 64, "405B": 512, "small": 64, "30B-A3B": 8, "235B-A22B": 64}
 
 
 LAST_NORM = "model.norm.weight"
@@ -74,6 +81,7 @@ class Line(NamedTuple):
     ranks: int
     tp: int
     rank: int
+    ep: int = 1
 
 
 def load(
@@ -96,6 +104,7 @@ def load(
         per_device_train_batch_size=1,
         zero_stage=3,
         tensor_parallel_size=line.tp,
+        expert_parallel_size=line.ep,
         bf16=True,
         use_cpu=True,
         save_strategy="no",
@@ -189,6 +198,7 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [f"| {columns.replace(', ', ' | ')} |", "|---|---:|---|" + "---:|" * 10]
     for one in results:
         layout = f"tp {one['tp']} x ZeRO-3 over {one['ranks'] // one['tp']}" if one["tp"] > 1 else "ZeRO-3"
+        layout += f", experts over {one['ep']}" if one["ep"] > 1 else ""
         counts = f"{one['opened']:,.0f} | {one['reads']:,}"
         sizes = " | ".join(f"{one[name] / MB:,.0f} MB" for name in ("asked", "shards", "private", "holds"))
         beyond = f"{(one['private'] - one['holds']) / MB:,.0f} MB"
@@ -199,10 +209,11 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def write(model: str, directory: Path) -> Path:
     """Write the weight files of a model, without data. Returns their directory."""
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
-    sizes = TINY if model == "tiny" else MODELS[model]
-    write_headers(LlamaConfig(**sizes, **_SAME), directory / model, FILE_BYTES.get(model, 5 * 10**9))
+    sizes = {"tiny": TINY, "tiny experts": TINY_EXPERTS}.get(model) or MODELS[model]
+    config = (Qwen3MoeConfig if "num_experts" in sizes else LlamaConfig)(**sizes, **_SAME)
+    write_headers(config, directory / model, FILE_BYTES.get(model, 5 * 10**9))
     return directory / model
 
 
@@ -213,18 +224,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["70B", "405B"])
     parser.add_argument("--ranks", type=int, help="default: 64 for 70B, 512 for 405B")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--ep", type=int, nargs="+", default=[1], help="ranks that divide the experts")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     kept = Results(asked.out, "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        tiny = write("tiny", Path(folder))
         for model in asked.models:
             files = write(model, Path(folder))
+            tiny = write("tiny experts" if "num_experts" in MODELS[model] else "tiny", Path(folder))
             ranks = asked.ranks or RANKS[model]
-            for tp in asked.tp:
+            for tp, ep in itertools.product(asked.tp, asked.ep):
                 broadcasts: list[bytes] = []
                 for rank in (0, min(ranks // 2 + tp // 2, ranks - 1)):
-                    kept.add(measure(Line(model, ranks, tp, rank), files, tiny, broadcasts))
+                    kept.add(measure(Line(model, ranks, tp, rank, ep), files, tiny, broadcasts))
                     print(table(kept.cases[-1:]), flush=True)
     print(table(kept.cases))
 

@@ -71,7 +71,7 @@ def _files(config: Any, directory: Path, file_bytes: int) -> Iterator[tuple[Path
     model = on_meta(config)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
-    tensors = saved_tensors(model)
+    tensors = dict(_as_on_the_hub(saved_tensors(model)))
     groups = plan_shards(tensors, file_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
@@ -81,6 +81,19 @@ def _files(config: Any, directory: Path, file_bytes: int) -> Iterator[tuple[Path
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _as_on_the_hub(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """With a tensor for each matrix of an expert."""
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if parts is None or not path.endswith(".experts"):
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor.detach()):
+            for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{path}.{number}.{part}.weight", matrix
 
 
 class Tokens:

@@ -57,3 +57,10 @@ def test_all_ranks_together_read_the_file_once(found: Figures, tp: int) -> None:
             )  # not partitioned: each tensor-parallel rank has all of it
             uncut = (tp - 1) * embedding
             assert one["shards"] * ranks <= 1.1 * (one["file_bytes"] + uncut)
+
+
+def test_divided_experts_are_read_once(tmp_path: Path) -> None:
+    """Each rank reads its shard, from a file entry for each matrix of an expert."""
+    files = benchmark.write("tiny experts", tmp_path)
+    one = benchmark.measure(benchmark.Line("tiny experts", 8, 1, 0, ep=8), files, files, [])
+    assert one["whole"] == 0 and 0.9 * one["file_bytes"] < 8 * one["shards"] < 1.1 * one["file_bytes"]
