@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_trainer import Trainer, TrainerCallback, TrainingArguments
 from ds_trainer.training.loop.token_counter import sequence_lengths
+from tests.support.expert_models import maker
 from tests.support.models import LENGTH, RaggedTokens, tiny_llama
 from tests.support.pool import pool
 
@@ -80,11 +82,12 @@ def run(folder: str, mode: str, given: dict[str, Any]) -> Figures:
             if mode == "saved between" and state.global_step % 3 == 0:
                 trainer.save_model(f"{folder}/between")
 
-    trainer = Trainer(tiny_llama(), args, train_dataset=data, eval_dataset=sets, callbacks=[SavesModel])
+    make = maker("qwen3_moe") if args.expert_parallel_size > 1 else tiny_llama
+    trainer = Trainer(make(), args, train_dataset=data, eval_dataset=sets, callbacks=[SavesModel])
     if mode == "resumed":
         trainer.train()
         trainer.engine.close()
-        trainer = Trainer(tiny_llama(), args, train_dataset=data)
+        trainer = Trainer(make(), args, train_dataset=data)
     metrics = trainer.train(f"{folder}/checkpoint-5" if mode == "resumed" else None).metrics
     state, seconds = trainer.state, metrics["train_runtime"]
     logs = [log for log in state.log_history if "loss" in log]
@@ -111,16 +114,20 @@ def batch_of(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def operations_of_a_token() -> float:
+def operations_of_a_token(model: Any) -> float:
     """Counted by torch in the model itself, with the attention of padded rows."""
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # torch counts nothing of its grouped products
     with FlopCounterMode(display=False) as counter:
-        tiny_llama(attn_implementation="eager")(**batch_of(DATA.rows[:BATCH])).loss.backward()
+        model(**batch_of(DATA.rows[:BATCH])).loss.backward()
     return counter.get_total_flops() / (BATCH * LENGTH)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float], float, list[int]]:
-    """Of a plain PyTorch loop in the sampler's order: losses, norms, the evaluation after step 3, tokens by step."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of plain PyTorch loops in the sampler's order, without experts and with: losses, norms, the evaluation after step
+    3, tokens by step, operations of a token.
+    """
     seen: list[dict[str, Any]] = []
 
     class Order(Trainer):
@@ -135,7 +142,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
     )
     trainer.train()
     trainer.engine.close()
-    model = tiny_llama()
+    return cache(lambda experts: plainly(maker("qwen3_moe") if experts else tiny_llama, seen))
+
+
+def plainly(make: Any, seen: list[dict[str, Any]]) -> tuple[list[float], list[float], float, list[int], float]:
+    """See :func:`plain`."""
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     losses, norms, evaluated = [], [], 0.0
     for step, batch in enumerate(seen):
@@ -145,11 +157,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
         optimizer.param_groups[0]["lr"] = RATE * (1 - step / len(seen))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if step == 2:
             with torch.no_grad():
                 evaluated = float(loss_of(model, batch_of(EVALUATED)))
-    return losses, norms, evaluated, [int(batch["attention_mask"].sum()) for batch in seen]
+    used = [int(batch["attention_mask"].sum()) for batch in seen]
+    return losses, norms, evaluated, used, operations_of_a_token(make())
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -173,6 +186,8 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp 2": (2, "plain", {"tensor_parallel_size": 2}),
     "cp 2": (2, "evaluated", {"context_parallel_size": 2}),
     "sp 2": (2, "resumed", {"sequence_parallel_size": 2}),
+    "ep 2": (2, "evaluated", {"expert_parallel_size": 2, "per_device_train_batch_size": 2}),
+    "ep 2, resumed": (2, "resumed", {"expert_parallel_size": 2, "per_device_train_batch_size": 2}),
 }
 
 
@@ -184,14 +199,14 @@ def test_every_figure_is_that_of_the_data(name: str, count: str, plain: Any, tmp
     found_by_rank = pool(world).run(run, str(tmp_path), mode, {**given, "include_num_input_tokens_seen": count})
     found = found_by_rank[0]
     steps, skipped = EPOCHS * STEPS_OF_EPOCH, 5 if mode == "resumed" else 0
-    losses, norms, evaluated, used = plain
+    losses, norms, evaluated, used, operations = plain("expert_parallel_size" in given)
     assert (found.steps, found.seen) == (steps, EPOCHS * (SAMPLES * LENGTH if count == "all" else sum(LENGTHS)))
     # A stream has no length, so transformers counts its epochs by max_steps; a session begins at its checkpoint.
     assert found.epoch == (1.5 if mode == "streamed" else EPOCHS)
     samples = EPOCHS * SAMPLES - skipped * BATCH
     assert (found.samples, found.tokens) == (samples, samples * LENGTH if count == "all" else sum(used[skipped:]))
     assert found.rates == pytest.approx([RATE * (1 - step / steps) for step in range(steps)])
-    assert found.operations == pytest.approx(operations_of_a_token() * EPOCHS * SAMPLES * LENGTH)
+    assert found.operations == pytest.approx(operations * EPOCHS * SAMPLES * LENGTH)
     if mode != "streamed":  # which is not shuffled
         assert found.losses == pytest.approx(losses, rel=1e-4)
         assert found.norms == pytest.approx(norms, rel=1e-3)
