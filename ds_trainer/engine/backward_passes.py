@@ -28,6 +28,7 @@ from ds_trainer.engine.weights import is_released
 from ds_trainer.engine.zero3.shard_access import ReleasedParameter, called_by_script, is_compiled
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -42,7 +43,7 @@ _STAGE_3 = (
 
 _GRADIENT = (
     "training_step uses parameter.grad ({name}), which is not the gradient of one process: it is empty, or that of one "
-    "rank before the reduction (ZeRO {stage}, {ranks} ranks, {dtype}). Set max_grad_norm to clip, scale the loss "
+    "rank before the reduction (ZeRO {stage}, {ranks}, {dtype}). Set max_grad_norm to clip, scale the loss "
     "instead of the gradient, or read it in on_pre_optimizer_step with deepspeed.utils.safe_get_full_grad. Adversarial "
     "training (FGM, SAM), which changes weights by their gradient, needs one rank and zero_stage=0 in float32."
 )
@@ -87,7 +88,7 @@ class BackwardPasses:
         self._facts: dict[str, Any] = {}
         if ranks > 1 or stage > 0 or engine.fp16_enabled():
             dtype = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
-            self._facts = {"stage": stage, "ranks": ranks, "dtype": dtype}
+            self._facts = {"stage": stage, "ranks": counted(ranks, "rank"), "dtype": dtype}
         self._several = ranks * engine.gradient_accumulation_steps() > 1
         self._said = self.is_dummy = self.divides = False
         self.given: list[torch.Tensor] | None = None

@@ -52,7 +52,7 @@ _STATE = (
 )
 _OTHER = (
     "{name}.step() was called for parameters of the trained model, but it is not the optimizer of the Trainer: with "
-    "zero_stage={stage}, {dtype} and {ranks} ranks it does not see their whole gradients. Put its parameter groups "
+    "zero_stage={stage}, {dtype} and {ranks} it does not see their whole gradients. Put its parameter groups "
     "into one optimizer (override create_optimizer), or train on one rank with zero_stage=0 in float32."
 )
 _FOREIGN = (
@@ -230,7 +230,9 @@ class OwnUpdates:
         own = {id(parameter) for parameter in engine.deepspeed.module.parameters()}
         name, ranks = type(optimizer).__name__, engine.layout.world_size
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise ConfigError(_OTHER.format(name=name, stage=engine.stage, dtype=engine.precision, ranks=ranks))
+            raise ConfigError(
+                _OTHER.format(name=name, stage=engine.stage, dtype=engine.precision, ranks=counted(ranks, "rank"))
+            )
         if ranks > 1 and not self._warned:
             self._warned = True
             (logger.warning if distributed.rank() == 0 else logger.debug)(_FOREIGN, name, counted(ranks, "rank"))

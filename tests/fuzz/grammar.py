@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
+
+from ds_trainer.checkpoint.protocol.file_records import FileRecord
+from ds_trainer.checkpoint.protocol.manifest import Manifest
+from ds_trainer.samples.prepared.block_file import BlockFileRecord
+from ds_trainer.samples.prepared.manifest import DatasetManifest, ShardRecord
 
 ODD = [
     *(
@@ -143,12 +149,42 @@ recipes = mistaken(RECIPES, _YAML)
 deepspeed_files = mistaken(DEEPSPEED, _JSON)
 hostfiles = mistaken(HOSTFILES, [" slots=", ":", "@", "[", "^", ";", ",", "٣"])
 node_lists = mistaken(NODE_LISTS, ["[", "]", "-", ",", "[1-999999999]", "[1-9999]" * 3, "^", ";"])
-records = mistaken(RECORDS, [*_JSON, '"role"', '"content"', "{}", "[]", "null,"])
-templates = mistaken(TEMPLATES, _JINJA)
-manifests = mistaken(
-    ['{"step": 4, "files": {"a": [1, "00000000"]}, "writer": "x", "format": 1, "digest": "0"}\n'], _JSON
+records = st.tuples(
+    st.sampled_from(["given.jsonl", "given.json", "given.csv", "given.txt"]),
+    mistaken(RECORDS, [*_JSON, '"role"', '"content"', "{}", "[]", "null,"]),
 )
-json_values = mistaken(['{"split_batches": true}', '{"max_new_tokens": 8}', "[1, 2]", "accelerator.json"], _JSON)
+templates = mistaken(TEMPLATES, _JINJA)
+_FACTS: dict[str, Any] = {"arguments": "0" * 64, "written": 1.0, "versions": {"torch": "2"}}
+_SIZES = st.integers(0, 2**62)
+
+
+def _checkpoint(step: int, size: int, name: str) -> Manifest:
+    return Manifest(step, 1, "a", {"world_size": 1}, 0, "fp32", files={name: FileRecord(name, size, 0)}, **_FACTS)
+
+
+def _dataset(samples: int, size: int, name: str) -> DatasetManifest:
+    counts, shards = {"samples": samples, name: 1}, (ShardRecord(0, samples, size, False, size, 0),)
+    files = BlockFileRecord(4, 0), BlockFileRecord(8, 0)
+    return DatasetManifest("0" * 64, {"a": 1}, "uint16", 1, counts, *files, shards)
+
+
+_NAMES = st.text(st.characters(codec="utf-8"))
+manifests: st.SearchStrategy[tuple[Any, str]] = st.one_of(
+    *(
+        st.builds(build, _SIZES, _SIZES, _NAMES).map(lambda one: (type(one), one.to_json()))
+        for build in (_checkpoint, _dataset)
+    ),
+    st.tuples(st.just(Manifest), mistaken([_checkpoint(4, 1, "a").to_json()], _JSON)),
+    st.tuples(st.just(DatasetManifest), mistaken([_dataset(1, 2, "a").to_json()], _JSON)),
+)
+_FORMS = ["{}", "[1, 2]", "accelerator.json"]
+ARGUMENTS = {
+    "accelerator_config": '{"even_batches": true}',
+    "lr_scheduler_kwargs": '{"num_cycles": 1}',
+    "gradient_checkpointing_kwargs": '{"use_reentrant": false}',
+    "optim_args": "weight_decay=0.1",
+}
+arguments = st.one_of(*(st.tuples(st.just(name), mistaken([text, *_FORMS], _JSON)) for name, text in ARGUMENTS.items()))
 
 SLURM = ["SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"]
 RANKS = [

@@ -14,7 +14,7 @@ from ds_trainer.checkpoint.weights.model_description import DESCRIPTION_FILE, Mo
 from ds_trainer.parallel.layout import AXES
 from ds_trainer.utils.errors import ConfigError, listed
 from ds_trainer.utils.files import directory_problem
-from ds_trainer.utils.units import human_bytes
+from ds_trainer.utils.units import counted, human_bytes
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -111,7 +111,10 @@ def _model_rows(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str
     weights = [tensor.weight() for tensor in model.tensors]
     parameters = sum(weight.numel for weight in weights)
     types = sorted({tensor.dtype for tensor in model.tensors})
-    yield "model", f"{model.model_class}, {parameters:,} elements in {len(weights)} tensors of {', '.join(types)}"
+    yield (
+        "model",
+        f"{model.model_class}, {parameters:,} elements in {counted(len(weights), 'tensor')} of {', '.join(types)}",
+    )
     for name, configuration in model.adapters.items():
         yield "adapter", f"{name}, {configuration['peft_type']}{' (active)' if name in model.active else ''}"
     if manifest.engine == SHARDS:

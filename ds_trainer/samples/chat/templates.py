@@ -129,6 +129,8 @@ def _parsed(template: str, name: str) -> str:
         ) from error
     except RecursionError as error:
         raise ConfigError(f"{name}: the chat template is nested too deeply.") from error
+    except ValueError:  # Python's limit of the digits of an integer
+        raise ConfigError(f"{name}: the chat template has a number with too many digits.") from None
     return template
 
 

@@ -18,6 +18,7 @@ from ds_trainer.training.loop.run_plan import RunPlan
 from ds_trainer.utils import distributed
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.seeds import random_state
+from ds_trainer.utils.units import counted
 
 if TYPE_CHECKING:
     from ds_trainer.data.stream_shards import StreamOrder
@@ -110,7 +111,7 @@ class DataCursor:
             return at.micro_steps
         if at.samples % self._batch.samples_per_micro_step:
             raise ConfigError(
-                f"{at.samples} samples of epoch {at.epoch} were trained on, in micro-steps of "
+                f"{counted(at.samples, 'sample')} of epoch {at.epoch} were trained on, in micro-steps of "
                 f"{at.samples_per_micro_step}. That is not a multiple of the current "
                 f"{self._batch.samples_per_micro_step} (per_device_train_batch_size x replicas), and a "
                 f"{type(self.loader).__name__} can resume between two batches only. Choose sizes that divide it."

@@ -20,6 +20,7 @@ from ds_trainer.data.position import DataPosition
 from ds_trainer.optim.schedule_stepping import steps_on_metric
 from ds_trainer.training.resume.compatibility import Changes, shown
 from ds_trainer.utils.logging import get_logger
+from ds_trainer.utils.units import counted
 
 WIDTH = 100
 """Columns of the table."""
@@ -116,7 +117,7 @@ class Consequences:
                 return "the global batch stays the same"
             before, now = self.changes.values["global_batch"]
             continues = "" if self.args.ignore_data_skip else f", from {self._place} on"
-            return f"the global batch was {before} samples, is {now}{continues}; {self._length}"
+            return f"the global batch was {counted(before, 'sample')}, is {now}{continues}; {self._length}"
         if name in _SHARDING:
             return "the state is resharded"
         if name == "train_dataset":
@@ -141,7 +142,11 @@ class Consequences:
     @property
     def _length(self) -> str:
         before, now = self.max_steps
-        return f"the run was {before} steps, is {now}" if before != now else f"the run still has {now} steps"
+        return (
+            f"the run was {counted(before, 'step')}, is {now}"
+            if before != now
+            else f"the run still has {counted(now, 'step')}"
+        )
 
     @property
     def _place(self) -> str:
@@ -178,9 +183,9 @@ def finished(args: TrainingArguments, step: int, checkpoint: Path) -> list[str]:
     else:
         name, value = "num_train_epochs", math.floor(args.num_train_epochs) + 1
     inside = checkpoint.parent.resolve() == Path(str(args.output_dir)).resolve()
-    path = str(checkpoint)
+    path, done = str(checkpoint), counted(step, "step")
     return [
-        f"The run is finished after {step} steps ({name}={getattr(args, name)}, {args.where(name)}): nothing is",
+        f"The run is finished after {done} ({name}={getattr(args, name)}, {args.where(name)}): nothing is",
         f"trained. To continue it, raise {name}:",
         f"  Python        TrainingArguments(..., {name}={value}) and "
         f"train(resume_from_checkpoint={True if inside else repr(path)})",
