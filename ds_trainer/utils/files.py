@@ -59,7 +59,9 @@ def write_text_atomic(path: str | os.PathLike[str], text: str, private: bool = F
         with suppress(OSError):  # it does not exist
             partial.unlink()
         if isinstance(error, OSError):  # the user knows no temporary file
-            error.filename, error.filename2 = str(target), None
+            error.filename = str(target)
+            if error.filename2 is not None:
+                del error.filename2  # None would be shown
         raise
 
 

@@ -169,6 +169,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"label_names": 3}, "label_names=3: expected a list of str or null"),
     ({"ddp_timeout": 0}, "ddp_timeout=0 must be a positive integer"),
     ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1 must be"),
+    ({"dataloader_num_workers": 100_000}, "dataloader_num_workers=100,000 is more than the 1,024 of a rank"),
     ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2 configures data loading workers"),
     ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True configures data loading workers"),
     (

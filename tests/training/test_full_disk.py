@@ -56,6 +56,8 @@ class Fill(TrainerCallback):
 
 def fill(path: Path) -> None:
     try:
+        while os.statvfs(path.parent).f_favail < 1000:  # the disk may have few files, and much space
+            path.with_name(f"{path.name}-{os.statvfs(path.parent).f_favail}").touch(exist_ok=False)
         with path.open("ab", buffering=0) as stream:
             while True:
                 stream.write(bytes(4096))
@@ -118,6 +120,8 @@ CONTINUE = {"save_failure_policy": "continue"}
         (7, CONTINUE, "", STEPS),
         (0, {}, "SaveFailed: checkpoint-6 could not be written", 6),
         (0, {"save_strategy": "no"}, "", STEPS),
+        (-1, CONTINUE, "", STEPS),
+        (-1, {}, "SaveFailed: checkpoint-6 could not be written", 6),
         (0, {**CONTINUE, "nonfinite_policy": "skip"}, "", STEPS),
         (0, {**CONTINUE, "nonfinite_policy": "stop"}, "TrainingDiverged: Step 9: the loss is not finite", BAD - 1),
         (0, {**CONTINUE, "nonfinite_policy": "rollback"}, "", STEPS),
@@ -126,13 +130,14 @@ CONTINUE = {"save_failure_policy": "continue"}
 def test_a_policy_holds_on_a_full_disk(
     freed_at: int, arguments: dict[str, Any], ending: str, steps: int, tmp_path: Path
 ) -> None:
-    with small_disk(tmp_path / "disk", "1m") as disk:
+    """``freed_at``: -1 if there is space, but the disk can have no more files."""
+    with small_disk(tmp_path / "disk", "8m,nr_inodes=100" if freed_at < 0 else "1m") as disk:
         run = partial(trained, str(disk), freed_at, **arguments)
         ((found, step, finite, messages),) = pool(1).run(run)
         assert found.startswith(ending) and bool(found) == bool(ending), found
         assert step == steps and finite
         kept = [path.name for path in list_checkpoints(disk / "out")]
-        if freed_at:
+        if freed_at > 0:
             assert kept == ["checkpoint-10", "checkpoint-12"]
             assert (disk / "out" / "trainer_state.json").is_file() and (disk / "out" / "report.html").is_file()
         elif arguments.get("save_strategy") != "no":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ds_trainer import Trainer, TrainingArguments
+from ds_trainer.training.resume.output_directory import AUTO_RESUME, OutputDirectory
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.files import write_text_atomic
 from tests.support.models import RaggedTokens, tiny_llama
@@ -50,3 +53,13 @@ def test_a_configuration_that_is_named_is_not_replaced(tmp_path: Path) -> None:
     theirs.write_text('{"zero_optimization": {"stage": 1}}')
     (said,) = pool(1).run(trained_beside, str(tmp_path), str(theirs))
     assert "would be replaced" in said and theirs.read_text() == '{"zero_optimization": {"stage": 1}}'
+
+
+@pytest.mark.parametrize(("value", "resumes"), [("", False), ("0", False), ("False", False), ("1", True), ("on", True)])
+def test_a_variable_says_whether_a_run_resumes(value: str, resumes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = OutputDirectory(TrainingArguments("out", use_cpu=True))
+    monkeypatch.setenv(AUTO_RESUME, value)
+    assert directory.resumes_automatically is resumes
+    monkeypatch.setenv(AUTO_RESUME, f"{value}maybe")
+    with pytest.raises(ConfigError, match=r"DS_TRAINER_AUTO_RESUME='.*maybe' must be 1 or 0"):
+        _ = directory.resumes_automatically

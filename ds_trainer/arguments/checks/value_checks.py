@@ -17,6 +17,7 @@ from ds_trainer.utils.files import parse_json, path_problem, shortened
 from ds_trainer.utils.ranks import resolve_ranks
 from ds_trainer.utils.units import parse_size, parse_tokens
 
+_MOST_WORKERS = 1024
 _POSITIVE_INTEGER = "a positive integer"
 _NOT_NEGATIVE = "a number that is not negative"
 _FRACTION = "a number of at least 0 and below 1"
@@ -222,6 +223,9 @@ def _combination_problems(args: Any) -> Iterator[str]:
                     f"{name}={getattr(args, name)!r} configures data loading workers, but dataloader_num_workers=0 "
                     "starts none. Set dataloader_num_workers to 1 or more."
                 )
+    # Each is a process; a machine that starts so many does not answer any more.
+    if isinstance(args.dataloader_num_workers, int) and args.dataloader_num_workers > _MOST_WORKERS:
+        yield f"dataloader_num_workers={args.dataloader_num_workers:,} is more than the {_MOST_WORKERS:,} of a rank."
     if str(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy") and str(args.eval_strategy) == "no":
         yield (
             f"lr_scheduler_type={args.lr_scheduler_type} follows a metric, but eval_strategy=no: no metric is "

@@ -93,8 +93,15 @@ class OutputDirectory:
 
     @property
     def resumes_automatically(self) -> bool:
-        """Whether the run resumes from the newest checkpoint in this directory without a request."""
-        return bool(self._args.auto_resume) or os.environ.get(AUTO_RESUME, "0") not in ("", "0")
+        """Whether the run resumes from the newest checkpoint in this directory without a request.
+
+        Raises:
+            ConfigError: the environment variable says neither yes nor no.
+        """
+        value = os.environ.get(AUTO_RESUME, "").strip().lower()
+        if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
+            raise ConfigError(f"The environment variable {AUTO_RESUME}={value!r} must be 1 or 0.")
+        return bool(self._args.auto_resume) or value in ("1", "true", "yes", "on")
 
     @property
     def is_ours(self) -> bool:
