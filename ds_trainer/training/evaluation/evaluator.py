@@ -229,16 +229,19 @@ class Evaluator:
         method = LossMethod.of(self._trainer.compute_loss)
         unsharded = active_sharding() is None and self._losses.rule.replicas is None
         alone = unsharded and "compute_loss" in self._assembly.overridden
-        if wanted and not accepted_arguments(method.call, {"return_outputs"}):
-            raise ConfigError(
-                f"{type(self._trainer).__name__}.compute_loss takes no return_outputs, but predictions are needed. Add "
-                "the argument `return_outputs=False` and return (loss, outputs) if it is true, or set "
-                "prediction_loss_only=True."
-            )
+        takes = not wanted or accepted_arguments(method.call, {"return_outputs"})
+        options = {"return_outputs": True} if wanted and takes else {}
         with reporting(self._assembly.layout.tp) if alone else nullcontext():
-            if not wanted:
-                return self._losses.of(method, model, inputs, items), None
-            loss, outputs = self._losses.of(method, model, inputs, items, return_outputs=True)
+            found: Any = self._losses.of(method, model, inputs, items, **options) if takes else None
+        if not wanted:
+            return found, None
+        if not isinstance(found, tuple | list):
+            raise ConfigError(
+                f"{type(self._trainer).__name__}.compute_loss {'ignores' if takes else 'takes no'} return_outputs, but "
+                "predictions are needed. Add the argument `return_outputs=False` and return (loss, outputs) if it is "
+                "true, or set prediction_loss_only=True."
+            )
+        loss, outputs = found
         return loss, outputs
 
     def _loss_of_all_shards(self, loss: torch.Tensor, own: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

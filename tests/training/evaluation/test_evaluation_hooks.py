@@ -105,6 +105,11 @@ class OldStyle(Trainer):
         return model(**inputs)[0]
 
 
+class Careless(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **ignored: Any) -> Any:
+        return model(**inputs)[0]
+
+
 def test_compute_loss_without_labels_and_with_an_old_signature(tmp_path: Path) -> None:
     data = [{"x": row["x"]} for row in class_rows(5)]
     model = nn.Linear(5, 3)
@@ -117,6 +122,8 @@ def test_compute_loss_without_labels_and_with_an_old_signature(tmp_path: Path) -
     assert old.evaluate()["eval_loss"] == pytest.approx(make("tuple", tmp_path, 3).evaluate()["eval_loss"], rel=1e-5)
     with pytest.raises(ConfigError, match=r"OldStyle\.compute_loss takes no return_outputs"):
         old.predict(class_rows(3))
+    with pytest.raises(ConfigError, match=r"Careless\.compute_loss ignores return_outputs, but predictions are needed"):
+        make("tuple", tmp_path, 3, cls=Careless).predict(class_rows(3))
 
 
 @pytest.mark.parametrize(
