@@ -29,9 +29,7 @@ def rows(count: int = 64, length: int = 12, seed: int = 0) -> list[dict[str, Any
     return [{"input_ids": row, "labels": row.clone()} for row in tokens]
 
 
-def train(
-    folder: Path | str, model: nn.Module, data: Any = None, cls: type[Trainer] = Trainer, **given: Any
-) -> Trainer:
+def train(folder: Any, model: nn.Module, data: Any = None, cls: type[Trainer] = Trainer, **given: Any) -> Trainer:
     """A run of 20 steps; what is given more replaces its arguments."""
     options = {key: given.pop(key) for key in ("callbacks", "optimizers", "peft_config") if key in given}
     values = dict(use_cpu=True, max_steps=20, per_device_train_batch_size=4, save_strategy="no", report_to="none")
@@ -77,9 +75,7 @@ def classes() -> list[dict[str, Any]]:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_part_that_is_cut_off_is_named_and_an_unused_head_is_not(
-    stage: int, tmp_path: Path, warnings: Callable[[], list[str]]
-) -> None:
+def test_a_part_that_is_cut_off_is_named(stage: int, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     train(tmp_path, Classes(lambda hidden: hidden.detach()), classes(), zero_stage=stage, max_steps=6)
     (found,) = warnings()
     assert "No gradient reaches encoder (5 tensors) in step 1" in found and "detach()" in found
@@ -110,7 +106,7 @@ def test_what_is_tried_changes_nothing(stage: int, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_loss_that_runs_a_backward_pass_is_left_alone(
+def test_a_loss_with_a_backward_pass_is_left_alone(
     stage: int, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     class Penalty(Trainer):
@@ -257,6 +253,10 @@ def test_a_sum_instead_of_a_mean(tmp_path: Path, warnings: Callable[[], list[str
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: Any = None) -> Any:
             return {"loss": super().forward(input_ids, labels)["loss"] * 1e5}
 
+    own = type(
+        "Own", (Trainer,), {"compute_loss": lambda self, *args, **more: Trainer.compute_loss(self, *args, **more)}
+    )
+    assert train(tmp_path, Sum(), cls=own) and "guessing" not in "".join(warnings())  # whatever a script computes
     train(tmp_path, Sum(), max_grad_norm=1.0)
     found = "\n".join(warnings())
     assert "above that of guessing each token of the vocabulary alike, 4.111" in found

@@ -299,11 +299,14 @@ class FirstSteps:
                 f"max_grad_norm={limit:g} divided it by more than {_CLIPPED:,.0f} each time. A loss that is a sum "
                 "instead of a mean does this. Divide it, or raise max_grad_norm."
             )
-        # ln(vocabulary) if the loss is a mean over tokens of a language model's vocabulary.
+        # ln(vocabulary) if the loss is a mean over tokens of a language model's vocabulary. A script's need not be.
+        called: Any = None if self._method is None else self._losses.loss_function or self._method.call
+        own = getattr(called, "__module__", "").startswith("ds_trainer.")
         config: Any = getattr(self._run.model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         size = getattr(text, "vocab_size", None)
-        guess = math.log(size) if self._losses.rule.count.shifted and isinstance(size, int) and size > 1 else None
+        shifted = own and self._losses.rule.count.shifted
+        guess = math.log(size) if shifted and isinstance(size, int) and size > 1 else None
         if self._begun == 0 and guess and losses[0] > _WORSE_THAN_GUESSING * guess:
             yield (
                 f"The loss of the first step, {losses[0]:.4g}, is far above that of guessing each token of the "
