@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ds_trainer.config.compiled import CompiledConfig
-from ds_trainer.engine.adagrad import keep_adagrad_groups
 from ds_trainer.engine.backward_passes import BackwardPasses, unusable, without_backward
 from ds_trainer.engine.compilation import CompileOptions, compile_module, remove_compilation
 from ds_trainer.engine.evaluation_engine import follow_modes
@@ -35,7 +34,7 @@ from ds_trainer.engine.loading.creation_memory import bounded_creation, check_cr
 from ds_trainer.engine.loading.placement import loading_weights
 from ds_trainer.engine.loading.transformers_zero3 import end_registrations
 from ds_trainer.engine.muon_compilation import compile_muon_when_called
-from ds_trainer.engine.optimizer_state_init import skip_optimizer_state_init
+from ds_trainer.engine.optimizer_state_init import repaired_state_init
 from ds_trainer.engine.own_updates import OwnUpdates
 from ds_trainer.engine.reduction_dtypes import (
     Float32Accumulation,
@@ -152,11 +151,10 @@ class TrainingEngine:
 
             partitioned = complete_partitioning(self.groups, gather_logits)
         with (
-            skip_optimizer_state_init(),
+            repaired_state_init(),
             partitioned,
             placed,
             bounded_creation() as spared,
-            keep_adagrad_groups(),
             own_gradient_partition(),
         ):
             keywords = {argument: optimizer, "config": deepspeed_settings(config), "mpu": mpu}
