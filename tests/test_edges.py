@@ -39,7 +39,7 @@ from ds_trainer.recipes.prepared_sources import open_sources
 from ds_trainer.recipes.recipe import ModelSpec, Recipe
 from ds_trainer.recipes.task_data import _records
 from ds_trainer.samples.prepared import block_file
-from ds_trainer.samples.sources import rows
+from ds_trainer.samples.sources import json_text
 from ds_trainer.samples.sources.files import find_files
 from ds_trainer.samples.sources.record import BadLines
 from ds_trainer.samples.sources.source import Source
@@ -193,8 +193,8 @@ def test_a_limit_counts_samples_and_a_path_is_that_file(tmp_path: Path) -> None:
 
 
 def test_the_key_that_is_repeated_is_named() -> None:
-    with pytest.raises(rows._RepeatedKey, match=r"^b$"):
-        rows._object([("a", 1), ("b", 2), ("b", 3)])
+    with pytest.raises(json_text.RepeatedKey, match=r"^b$"):
+        json_text._object([("a", 1), ("b", 2), ("b", 3)])
 
 
 def test_a_block_is_verified_once_and_descriptor_0_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ _RANDOM_STATE = (
     "it follows from the seed and the epoch, in every layout and after a resume."
 )
 _MEASURED = "What the loss is a mean of is [measured](../explanation/loss.md) on the first batch, in a few calls more."
+_FILES = "`ds_trainer_files.json` has the checksums of what runs wrote, so that no file of a user is replaced."
 _HEADER = "The header of a run shows it."
 
 DIFFERENCES: dict[str, str] = {
@@ -50,6 +51,8 @@ DIFFERENCES: dict[str, str] = {
     "messages/max_steps_and_epochs": _HEADER,
     "messages/no_arguments": "`output_dir` becomes absolute, because a script may change its working directory.",
     "messages/no_output_directory": _HEADER,
+    "metrics/saved_file": _FILES,
+    "metrics/not_combined": _FILES,
     "parser/a_required_argument": _COMMAND_LINE,
     "parser/wrong_values_end_the_process": _COMMAND_LINE,
     "parser/help_names_every_argument": "`--no_NAME` is accepted, but help lists each argument once.",
