@@ -131,7 +131,10 @@ def without_secrets(value: Any, above: str = "") -> Any:
                 secret = name
             return _masked_leaves(entry, masked(secret)) if secret else without_secrets(entry, name)
 
-        return {redacted(name) if isinstance(name, str) else name: shown(str(name), value[name]) for name in value}
+        def as_key(name: Any) -> Any:  # a token that is called "text" must not hide a key of the records
+            return redacted(name) if isinstance(name, str) and len(name) >= _SHORTEST_FOUND else name
+
+        return {as_key(name): shown(str(name), value[name]) for name in value}
     if isinstance(value, list | tuple | set | frozenset):
         entries = [without_secrets(entry) for entry in value]
         return type(value)(entries) if isinstance(value, set | frozenset) else _without_pairs(entries)

@@ -54,6 +54,11 @@ def test_known_values_do_not_appear_in_text() -> None:
     assert redacted("https://host/?k=sEcr3t%2FKey%2Bof%3DtheTest") == "https://host/?k=<SECRET>"
 
 
+def test_a_secret_that_is_called_like_a_key_of_records_hides_values_alone() -> None:
+    register_secret("text")
+    assert without_secrets({"text": "a text"}) == {"text": "a <SECRET>"}
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
