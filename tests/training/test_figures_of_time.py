@@ -201,7 +201,7 @@ def test_seconds_and_rates(name: str, tmp_path: Path) -> None:
             count = (end - begin) * BATCH if end <= 6 else round(log["samples_per_second"] * spent)
         assert log["samples_per_second"] * spent == pytest.approx(count)
         assert log["tokens_per_second"] * spent == pytest.approx(count * LENGTH)
-        operations = operations_of_a_token() * count * LENGTH
+        operations = operations_of_a_token(tiny_llama()) * count * LENGTH
         assert log["tflops_per_device"] * world * spent * 1e12 == pytest.approx(operations, rel=1e-3)
     waits = [log["data_wait"] * spent for log, spent in zip(logs, seconds, strict=True)]
     assert slept["data"] <= sum(waits) + 1e-6
