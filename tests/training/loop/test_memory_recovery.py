@@ -170,7 +170,10 @@ def test_two_ranks_of_which_one_is_short_of_memory(stage: int, backward: bool, t
 WHERE = ("layer", "product", "recomputed")
 
 
-@pytest.mark.cases("2-1-room", "2-3-product, backward", rest="extended")
+@pytest.mark.cases(
+    *("2-0-layer", "2-1-room", "2-2-recomputed", "2-3-product, backward"),
+    *("4-0-product", "4-1-recomputed, backward", "4-2-room", "4-3-layer, backward"),
+)
 @pytest.mark.parametrize("where", [*WHERE, *(f"{one}, backward" for one in WHERE), "room"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 4])
