@@ -134,9 +134,8 @@ def _updated(optimizer: Any, ranks: int, stage: int, *closure: Any) -> torch.Ten
             for turn in [[place] for place in range(len(groups))] if ranks > 1 and stage == 3 else [range(len(groups))]:
                 for place, group in enumerate(groups):
                     probe.param_groups[place]["params"] = group if place in turn else []
-                type(probe).step(
-                    probe, *closure
-                )  # not the attribute: a schedule has wrapped the method of the original
+                # Not the attribute: a schedule has wrapped the method of the original.
+                type(probe).step(probe, *closure)
         parameters.append([torch.cat([parameter.detach().flatten() for parameter in group]) for group in groups])
     return torch.cat([torch.cat(group) for group in zip(*parameters, strict=True)])
 
