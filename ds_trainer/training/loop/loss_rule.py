@@ -25,7 +25,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,10 +36,12 @@ from ds_trainer.data.sequence_sharding import (
 )
 from ds_trainer.training.loop.auxiliary_loss import adds_auxiliary_loss
 from ds_trainer.training.loop.item_count import ItemCount
-from ds_trainer.training.loop.router_balance import RouterBalance
 from ds_trainer.training.model.label_shift import shifts_labels
 from ds_trainer.utils.errors import ConfigError
 from ds_trainer.utils.logging import get_logger
+
+if TYPE_CHECKING:
+    from ds_trainer.training.loop.router_balance import RouterBalance
 
 logger = get_logger(__name__)
 

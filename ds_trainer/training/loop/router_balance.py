@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.nn.functional import all_reduce  # its gradient is the sum of those of all ranks
 
 from ds_trainer.parallel.groups import parallel_groups
 from ds_trainer.parallel.layout import ParallelLayout
@@ -35,22 +36,6 @@ _NAME = "load_balancing_loss_func"
 _TOLERANCE = 1e-4  # between the formula and the model's own function, in the dtype of the probabilities' sums: float32
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over ranks, each of which uses it: its gradient is the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group, total = group, tensor.clone()
-        distributed.all_reduce_sum(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce_sum(total, group=ctx.group)
-        return total, None
-
-
 class RouterBalance:
     """Computes the load-balancing loss of a model in the place of its own function.
 
@@ -63,7 +48,8 @@ class RouterBalance:
 
     def __init__(self, spaces: list[dict[str, Any]], layout: ParallelLayout, everywhere: bool) -> None:
         self._spaces = spaces
-        self._own = spaces[0][_NAME]
+        self._owns = [space[_NAME] for space in spaces]
+        self._own = self._owns[0]
         self._layout = layout
         self._everywhere = everywhere
         self._group: ProcessGroup | None = None
@@ -90,8 +76,8 @@ class RouterBalance:
         try:
             yield
         finally:
-            for space in self._spaces:
-                space[_NAME] = self._own
+            for space, own in zip(self._spaces, self._owns, strict=True):
+                space[_NAME] = own
 
     @torch.compiler.disable
     def _term(
@@ -114,7 +100,7 @@ class RouterBalance:
             return self._own(gate_logits, num_experts, top_k, some)
         assert self._group is not None  # inside of over_ranks
         sums = _sums(gate_logits, top_k, attention_mask) * self._counts
-        return _term_of(_SumOverRanks.apply(sums, self._group))
+        return _term_of(all_reduce(sums, group=self._group))
 
     def _compare(self, gate_logits: tuple[torch.Tensor, ...], *arguments: Any) -> None:
         """Compare the formula with the function of the model on this rank's tokens. Collective, once; waits."""

@@ -31,7 +31,6 @@ from ds_trainer.planner.model_shape import ModelShape
 from ds_trainer.training.job_devices import JobDevices
 from ds_trainer.training.loop.batches import check_run_length
 from ds_trainer.training.loop.loss_rule import LossRule, loss_rule_of
-from ds_trainer.training.loop.router_balance import router_balance_of
 from ds_trainer.training.loop.run_plan import RunPlan, batch_plan_of
 from ds_trainer.training.loop.source_losses import check_sources
 from ds_trainer.training.model.preparation import check_model
@@ -194,6 +193,8 @@ def configure(inputs: TrainerInputs) -> RunConfiguration:
         smoothed=smoother is not None,
     )
     if args.global_router_aux_loss or (rule.auxiliary and layout.cp * layout.sp > 1):
+        from ds_trainer.training.loop.router_balance import router_balance_of
+
         rule.balance = router_balance_of(base_model(model), layout, args.global_router_aux_loss)
     return RunConfiguration(
         layout=layout,
